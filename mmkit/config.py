@@ -1,0 +1,497 @@
+"""Every setting of a run: typed, frozen, checked where text becomes a config and nowhere else.
+
+``load("tiny", stage="finetune", overrides={"lr": 1e-4})`` reads ``params/tiny.yaml``, lays it over its ``base:``, adds the
+stage's section, then the overrides, and returns one immutable `RunConfig`. An unknown name, a value of the wrong type or an
+impossible combination is a `ConfigError` that says which field, which value, where it came from and the nearest right name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+Stage = Literal["pretrain", "finetune", "eval"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Component = Literal["language", "connector", "regions", "encoders", "image", "text", "scale"]
+IMAGE_TOKEN_INDEX = -200  # stands for one image slot in input_ids; never a vocabulary id
+REGION_TOKEN_INDEX = -300  # stands for one region token in input_ids
+IGNORE_INDEX = -100  # a label that carries no loss
+
+
+class ConfigError(ValueError):
+    """A setting is wrong; the message names the field, the value, its source and what to do."""
+
+
+class Settings(BaseModel):
+    """Base of all settings: frozen, unknown names refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class EncoderConfig(Settings):
+    """One vision encoder: a name of `models.encoders.ENCODERS` or ``open_clip:NAME``, ``timm:NAME``, ``hf:NAME``."""
+
+    name: str
+    side: int = Field(gt=0)  # token grid handed to the connector is side x side
+    resolution: int | None = Field(None, gt=0)  # pixels; None = the table's own
+    weights: str | None = None  # local folder or file; None = the table's source, "random" = untrained
+    architecture: dict[str, Any] | None = None  # sizes of a small twin, in the encoder family's own field names
+
+
+class ConnectorConfig(Settings):
+    """What turns encoder grids into language-model tokens (reference: Cambrian-1 section 3, LLaVA-1.5)."""
+
+    kind: Literal["sva", "mlp", "linear", "identity"] = "sva"
+    width: int = 1024  # V, `vision_hidden_size`
+    heads: int = 16
+    depth: int = Field(3, ge=1)  # SVA layers, or linear layers of the MLP
+    query_sides: tuple[int, ...] = (24,)  # one learned query a group, on a grid of this side
+    newline: bool = True  # one learned token after each row of the grid
+
+
+class SamplersConfig(Settings):
+    """In-LLM SVA: after decoder layers start, start + stride, ... (count of them)."""
+
+    start: int = Field(0, ge=0)
+    stride: int = Field(1, ge=1)
+    count: int = Field(ge=1)
+
+
+class RegionConfig(Settings):
+    """Region features (Ferret): spatial-aware sampler ``geo`` or the mean of points ``mean``."""
+
+    kind: Literal["geo", "mean"] = "geo"
+    n_points: int = 512
+    n_sub_points: tuple[int, ...] = (128, 32)
+    n_neighbors: tuple[int, ...] = (24, 24)
+    pool: Literal["max", "mean"] = "max"
+    transposed: bool = False  # True reads features at (y, x) as the published weights expect
+    encoder: int = 0  # which encoder's unprojected grid is sampled
+    token: str = "<region_fea>"
+
+
+class LanguageConfig(Settings):
+    """A Hugging Face causal language model."""
+
+    source: str  # hub id, local folder, "pack:smollm2" (offline demo weights) or "random"
+    architecture: dict[str, Any]  # transformers config fields incl. model_type: full size without a download
+    tokenizer: str | None = None  # hub id, folder, "pack:smollm2", "bytes" (offline, for debug twins); None = source
+    stop_tokens: tuple[str, ...] = ()  # end-of-turn strings that stop generation besides eos
+    padding_side: Literal["left", "right"] = "right"
+
+
+class VlmConfig(Settings):
+    """Encoders -> connector -> language model, with optional in-LLM samplers and regions."""
+
+    kind: Literal["vlm"] = "vlm"
+    encoders: tuple[EncoderConfig, ...] = Field(min_length=1)
+    connector: ConnectorConfig = ConnectorConfig()
+    samplers: SamplersConfig | None = None
+    language: LanguageConfig
+    regions: RegionConfig | None = None
+    template: str = "vicuna_v1"  # a name of data.conversation.TEMPLATES, or "tokenizer" for the tokenizer's own
+    image_fit: Literal["pad", "square", "stretch"] = "pad"  # letter-box, centre crop, resize without keeping aspect
+    crop_padding: bool = False  # True drops padded grid cells from the sequence, False keeps them masked (fixed shapes)
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        sides = [encoder.side for encoder in self.encoders]
+        if self.connector.kind == "sva":
+            if self.connector.width % self.connector.heads:
+                raise ValueError(f"connector.width {self.connector.width} does not divide by heads {self.connector.heads}")
+            for query in self.connector.query_sides:
+                if bad := [side for side in sides if side % query]:
+                    raise ValueError(f"encoder side {bad[0]} does not divide by query side {query}; use a multiple of {query}")
+        elif len(set(sides)) > 1:
+            raise ValueError(f"connector {self.connector.kind!r} joins encoders on channels: their sides {sides} must be equal")
+        if self.samplers and self.connector.kind != "sva":
+            raise ValueError(f"samplers need connector.kind 'sva', not {self.connector.kind!r}")
+        return self
+
+    @property
+    def grid_side(self) -> int:
+        """Side q of the image grid the language model sees."""
+        return self.connector.query_sides[0] if self.connector.kind == "sva" else self.encoders[0].side
+
+    @property
+    def n_image_tokens(self) -> int:
+        """Image slots of one unpadded image in the sequence: q * (q + 1) with newlines."""
+        return self.grid_side * (self.grid_side + int(self.connector.newline))
+
+
+class ClipConfig(Settings):
+    """A contrastive image-text model, built by open_clip."""
+
+    kind: Literal["clip"] = "clip"
+    name: str  # open_clip model name, or a name defined by `architecture`
+    architecture: dict[str, Any] | None = None  # an open_clip JSON config, for models open_clip does not list
+    weights: str | None = None  # open_clip pretrained tag, file, or None for untrained
+    tower_packs: tuple[str, ...] = ()  # offline weights for towers: "lite0" (image), "minilm" (text)
+    lock_image: bool = False
+    lock_image_unlocked_groups: int = 0
+    lock_text: bool = False
+    lock_text_unlocked_layers: int = 0
+    patch_dropout: float = Field(0.0, ge=0, lt=1)
+    init_logit_scale: float = 2.6592600369327783  # ln(1 / 0.07)
+    init_logit_bias: float | None = None  # SigLIP: -10
+    mean: tuple[float, float, float] | None = None  # image normalisation; None = open_clip's own
+    std: tuple[float, float, float] | None = None
+
+
+ModelConfig = Annotated[VlmConfig | ClipConfig, Field(discriminator="kind")]
+
+
+class FilterRule(Settings):
+    """One metadata rule of a tar source; a sample failing it is dropped and counted."""
+
+    key: str
+    op: Literal["<", "<=", ">", ">=", "==", "!=", "in", "not in"]
+    value: Any
+    if_missing: Literal["keep", "drop"] = "drop"
+
+
+class SourceConfig(Settings):
+    """One named source of examples; a dataset is an entry here, never code."""
+
+    name: str
+    format: Literal["llava", "grit", "parquet", "webdataset", "csv", "pack"]
+    path: str  # file, folder, brace pattern, URL, or the pack's name
+    images: str | None = None  # folder that relative image paths start from
+    split: str = "train"
+    weight: float | None = Field(None, gt=0)  # share of the mixture; None = its size
+    cap: int | None = Field(None, gt=0)  # Cambrian's threshold t: at most this many samples
+    category: str = "general"
+    filters: tuple[FilterRule, ...] = ()
+
+
+class DataConfig(Settings):
+    """Where examples come from and how they become batches."""
+
+    sources: tuple[SourceConfig, ...] = ()
+    max_length: int = Field(2048, gt=0)  # tokens of one row, image slots included
+    buckets: tuple[int, ...] = ()  # static row lengths; empty = only max_length
+    max_images: int = Field(1, ge=1)  # image places of one row
+    max_regions: int = Field(0, ge=0)  # region places of one row
+    pack: bool = False  # several conversations share one row
+    share_image: bool = False  # all questions about one image share one row and one copy of the image
+    group_by_length: bool = False  # the original's group_by_modality_length, seeded
+    workers: int = Field(0, ge=0)
+    cache_features: bool = False  # keep the features of frozen encoders on disk
+    cache_dir: str | None = None  # None = $MMKIT_CACHE or ~/.cache/mmkit
+    max_bad_share: float = Field(0.01, ge=0, le=1)  # stop when more than this share of records is bad
+    resampled: bool = False  # tar shards drawn with replacement
+    samples_per_epoch: int | None = Field(None, gt=0)  # virtual epoch; None = the data's size
+    caption_key: str = "txt"
+    augment_scale: tuple[float, float] = (0.9, 1.0)  # RandomResizedCrop of contrastive training
+
+
+class LoraConfig(Settings):
+    """Adapters by peft on the linear layers of named components."""
+
+    rank: int = Field(64, gt=0)
+    alpha: float = 16
+    dropout: float = Field(0.05, ge=0, lt=1)
+    targets: tuple[str, ...] = ()  # full-name patterns (regex); empty = every linear layer but the head
+    components: tuple[Component, ...] = ("language",)
+    modules_to_save: tuple[str, ...] = ()
+    use_rslora: bool = False
+    use_dora: bool = False
+
+
+class OptimizerConfig(Settings):
+    """AdamW and its schedule."""
+
+    lr: float = Field(2e-5, gt=0)
+    lr_of: dict[Component, float] = {}  # own learning rate of a component
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    warmup: float = Field(0.03, ge=0)  # below 1: share of all steps; else steps
+    schedule: Literal["cosine", "linear", "constant", "const-cooldown", "plateau"] = "cosine"
+    cooldown: float = Field(0.0, ge=0)  # const-cooldown: last share (< 1) or steps
+    max_grad_norm: float | None = Field(1.0, gt=0)
+
+
+class StabilityConfig(Settings):
+    """What is watched each step and what is done on a spike or a non-finite loss."""
+
+    action: Literal["stop", "skip", "rewind"] = "stop"
+    window: int = Field(64, ge=4)
+    threshold: float = Field(20.0, gt=0)  # spike: loss > median + threshold * MAD of the window
+    max_skipped: int = Field(20, ge=0)  # consecutive skipped updates before the run stops
+    rewind_precision: Precision | None = None  # precision after a rewind
+    rewind_lr_factor: float = Field(1.0, gt=0, le=1)
+    max_rewinds: int = Field(3, ge=0)
+
+
+class CheckpointConfig(Settings):
+    """When checkpoints are written and which are kept."""
+
+    save_every: int = Field(0, ge=0)  # steps; 0 = only at the end
+    keep_last: int = Field(3, ge=1)
+    keep_every: int = Field(0, ge=0)
+    best_metric: str | None = None
+    best_mode: Literal["min", "max"] = "min"
+    background: bool = False  # copy to host, write while training goes on
+    on_disk_full: Literal["stop", "continue"] = "stop"
+
+
+class ContrastiveConfig(Settings):
+    """The loss of clip models (clip-training section 1, 2, 5)."""
+
+    kind: Literal["clip", "siglip", "coca", "distill"] = "clip"
+    local_loss: bool = True
+    gather_with_grad: bool = True
+    siglip_exchange: Literal["gather", "bidir", "shift", "reduce"] = "gather"
+    logits_fp32: bool = True
+    chunk: int = Field(0, ge=0)  # rows of the similarity at a time; 0 = all
+    distill_from: str | None = None
+    distill_weights: str | None = None
+    unmasked_last: float = Field(0.0, ge=0, le=1)  # last share of training without patch dropout
+
+
+class TrainConfig(Settings):
+    """One stage of training."""
+
+    trainable: tuple[Component, ...] = ("connector",)  # components with all their weights trained
+    lora: LoraConfig | None = None
+    bits: Literal[4, 8, 16] = 16  # storage of frozen language-model weights
+    optimizer: OptimizerConfig = OptimizerConfig()
+    precision: Precision = "bf16"
+    global_batch: int = Field(128, gt=0)  # rows of one optimizer step over all devices
+    device_batch: int = Field(8, gt=0)  # rows of one forward on one device
+    epochs: float = Field(1.0, gt=0)
+    steps: int | None = Field(None, gt=0)  # stops after so many optimizer steps; None = epochs
+    checkpoint_blocks: bool = False  # recompute activations block by block
+    loss_chunk: int = Field(0, ge=0)  # positions per lm_head call; 0 = all supervised positions at once
+    log_every: int = Field(1, ge=1)
+    eval_every: int = Field(0, ge=0)
+    allow_no_grad: tuple[str, ...] = ()  # patterns of trainable tensors that may stay without a gradient
+    contrastive: ContrastiveConfig = ContrastiveConfig()
+    stability: StabilityConfig = StabilityConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+class BackendConfig(Settings):
+    """Which machinery runs the same training (sharding/backend.py)."""
+
+    kind: Literal["single", "torch", "deepspeed", "xla"] = "single"
+    strategy: Literal["ddp", "fsdp"] = "ddp"  # of torch
+    zero_stage: Literal[0, 1, 2, 3] = 2  # of deepspeed
+    offload: bool = False  # optimizer and, in ZeRO-3, parameters on the CPU
+    deepspeed_config: str | None = None  # a user's DeepSpeed file; "auto" is filled in
+    processes: int = Field(1, ge=1)
+    nodes: int = Field(1, ge=1)
+    xla_devices: int | None = Field(None, gt=0)  # virtual CPU devices, for tests and laptops
+    fsdp_axis: int | None = Field(None, gt=0)  # xla mesh is (data, fsdp) with this fsdp size; None = all devices
+
+
+class EvalConfig(Settings):
+    """What is scored, on how many documents."""
+
+    tasks: tuple[str, ...] = ()
+    limit: int | None = Field(None, gt=0)
+    batch: int = Field(16, gt=0)
+    max_new_tokens: int = Field(16, gt=0)
+
+
+class RunConfig(Settings):
+    """Everything one run needs."""
+
+    preset: str
+    stage: Stage
+    name: str = "default"
+    root: str = "runs"
+    seed: int = 0
+    dry_run: bool = False
+    resume: str = "auto"  # auto, never, or the path of a checkpoint
+    start_from: str | None = None  # run folder or export to start weights from; None = the stage before, where there is one
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    backend: BackendConfig = BackendConfig()
+    evaluation: EvalConfig = EvalConfig()
+    intended_for: str = "one CPU"  # the accelerators the published run used, for messages
+
+    @property
+    def folder(self) -> str:
+        """The run folder, ``root/preset/stage/name``; may be a gs:// or s3:// path."""
+        return f"{self.root.rstrip('/')}/{self.preset}/{self.stage}/{self.name}"
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of one step; error where the three numbers do not fit."""
+        devices = self.devices
+        one_pass = self.train.device_batch * devices
+        if self.train.global_batch % one_pass:
+            lower = max(self.train.global_batch // one_pass, 1) * one_pass
+            raise ConfigError(
+                f"global_batch {self.train.global_batch} does not divide by device_batch {self.train.device_batch} x {devices} "
+                f"devices = {one_pass}; use {lower} or {lower + one_pass}"
+            )
+        return self.train.global_batch // one_pass
+
+    @property
+    def devices(self) -> int:
+        """Devices that share one step."""
+        if self.backend.kind == "xla":
+            return self.backend.xla_devices or int(os.environ.get("MMKIT_XLA_DEVICES", "1"))
+        return self.backend.processes * self.backend.nodes
+
+
+# ---------------------------------------------------------------- text -> RunConfig, in this one place
+
+PARAMS = Path(os.environ.get("MMKIT_PARAMS", Path(__file__).resolve().parent.parent / "params"))
+STAGES: tuple[str, ...] = typing.get_args(Stage)
+
+
+def presets(folder: Path | None = None) -> tuple[str, ...]:
+    """Names of all presets: the YAML files of ``params/``."""
+    return tuple(sorted(path.stem for path in (folder or PARAMS).glob("*.yaml")))
+
+
+def nearest(name: str, known) -> str:
+    """A ``did you mean`` phrase, or an empty text where nothing is near."""
+    match = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def load(model: str = "tiny", stage: str = "pretrain", overrides: dict[str, Any] | None = None, source: str = "overrides") -> RunConfig:
+    """The run of preset ``model`` at ``stage``.
+
+    ``overrides`` maps a dotted path (``train.optimizer.lr``) or a name that is unique among all settings (``lr``) to a value;
+    text is converted by the field's type. ``source`` says in error messages where the overrides came from.
+
+    Raises ConfigError for an unknown preset, stage or setting, a wrong value, or settings that do not fit together.
+    """
+    if str(stage) not in STAGES:
+        raise ConfigError(f"no stage {stage!r}{nearest(stage, STAGES)}; stages are {', '.join(STAGES)}")
+    tree = _preset_tree(str(model))
+    stages = tree.pop("stages", {})
+    if unknown := set(stages) - set(STAGES):
+        raise ConfigError(f"params/{model}.yaml: no stage {min(unknown)!r}{nearest(min(unknown), STAGES)}")
+    tree = _merge(tree, stages.get(stage, {}))
+    tree |= {"preset": str(model), "stage": stage}
+    for name, value in (overrides or {}).items():
+        _assign(tree, setting_path(name, source), value)
+    return _validate(tree, f"params/{model}.yaml" + (f" with {source}" if overrides else ""))
+
+
+def load_file(path: str | Path) -> RunConfig:
+    """The resolved config that an earlier run saved (``config.yaml`` of its folder)."""
+    return _validate(yaml.safe_load(Path(path).read_text(encoding="utf8")), str(path))
+
+
+def to_yaml(run: RunConfig) -> str:
+    """The resolved config as YAML text that `load_file` reads back unchanged."""
+    return yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False)
+
+
+def changed(run: RunConfig, **values: Any) -> RunConfig:
+    """A new, checked RunConfig with some settings replaced (dots written as double underscores)."""
+    tree = run.model_dump(mode="json")
+    for name, value in values.items():
+        _assign(tree, setting_path(name.replace("__", "."), "code"), value)
+    return _validate(tree, "code")
+
+
+def setting_path(name: str, source: str = "overrides") -> tuple[str, ...]:
+    """The full path of a setting given by its path or by its unique last name; ConfigError otherwise."""
+    known = setting_names()
+    if name in known:
+        return tuple(name.split("."))
+    for path in known:  # an entry of a mapping, as train.optimizer.lr_of.connector
+        if name.startswith(path + ".") and known[path] is dict:
+            return tuple(name.split("."))
+    hits = [path for path in known if path.endswith("." + name)]
+    if len(hits) == 1:
+        return tuple(hits[0].split("."))
+    if hits:
+        raise ConfigError(f"setting {name!r} from {source} is ambiguous: say {' or '.join(hits)}")
+    leaves = {path.rsplit(".", 1)[-1] for path in known} | set(known)
+    raise ConfigError(f"no setting {name!r} (from {source}){nearest(name, leaves)}")
+
+
+def setting_names() -> dict[str, Any]:
+    """Dotted path -> type of every setting, the model's by its kind-independent union."""
+    return dict(_walk(RunConfig, ""))
+
+
+def _walk(model: type[Settings], prefix: str):
+    for name, field in model.model_fields.items():
+        inner = _settings_of(field.annotation)
+        yield prefix + name, typing.get_origin(field.annotation) or field.annotation
+        for kind in inner:
+            yield from _walk(kind, f"{prefix}{name}.")
+
+
+def _settings_of(annotation) -> list[type[Settings]]:
+    """The Settings classes an annotation allows, through unions and Annotated but not through tuples."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        return [annotation]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated):
+        return [kind for part in typing.get_args(annotation) for kind in _settings_of(part)]
+    return []
+
+
+def _preset_tree(name: str, chain: tuple[str, ...] = ()) -> dict[str, Any]:
+    path = PARAMS / f"{name}.yaml"
+    if name not in presets():
+        raise ConfigError(f"no model {name!r}{nearest(name, presets())}; models are {', '.join(presets())}")
+    if name in chain:
+        raise ConfigError(f"params: base files form a ring: {' -> '.join((*chain, name))}")
+    tree = yaml.safe_load(path.read_text(encoding="utf8")) or {}
+    base = tree.pop("base", None)
+    return _merge(_preset_tree(base, (*chain, name)), tree) if base else tree
+
+
+def _merge(below: dict, above: dict) -> dict:
+    """``above`` laid over ``below``: mappings merge, everything else is replaced; ``{replace: true}`` replaces a mapping."""
+    if above.get("replace") is True:
+        return {key: value for key, value in above.items() if key != "replace"}
+    out = dict(below)
+    for key, value in above.items():
+        out[key] = _merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+def _assign(tree: dict, path: tuple[str, ...], value: Any) -> None:
+    for key in path[:-1]:
+        tree[key] = dict(tree.get(key) or {})
+        tree = tree[key]
+    tree[path[-1]] = _from_text(value)
+
+
+def _from_text(value: Any) -> Any:
+    """Text that spells a list, mapping or nothing becomes one; other text stays for pydantic to convert by field type."""
+    if isinstance(value, str) and value.strip()[:1] in "[{" and value.strip():
+        return yaml.safe_load(value)
+    return None if isinstance(value, str) and value.strip().lower() in ("none", "null") else value
+
+
+def _validate(tree: dict[str, Any], source: str) -> RunConfig:
+    try:
+        run = TypeAdapter(RunConfig).validate_python(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(problem, source) for problem in error.errors())) from None
+    _ = run.accumulation if run.stage != "eval" else 1
+    return run
+
+
+def _explain(problem: dict, source: str) -> str:
+    path = ".".join(str(part) for part in problem["loc"] if part not in ("vlm", "clip"))
+    if problem["type"] == "extra_forbidden":
+        leaf = path.rsplit(".", 1)[-1]
+        return f"no setting {path!r} (from {source}){nearest(leaf, {name.rsplit('.', 1)[-1] for name in setting_names()})}"
+    message = problem["msg"].removeprefix("Value error, ")
+    value = problem["input"]
+    shown = f" = {value!r}" if not isinstance(value, dict) else ""
+    return f"{path or 'run'}{shown} (from {source}): {message}"
