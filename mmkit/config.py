@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 Stage = Literal["pretrain", "finetune", "eval"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-Component = Literal["language", "connector", "regions", "encoders", "image", "text", "scale"]
+Component = Literal["language", "connector", "samplers", "regions", "encoders", "image", "text", "scale"]
 IMAGE_TOKEN_INDEX = -200  # stands for one image slot in input_ids; never a vocabulary id
 REGION_TOKEN_INDEX = -300  # stands for one region token in input_ids
 IGNORE_INDEX = -100  # a label that carries no loss
@@ -261,7 +261,7 @@ class ContrastiveConfig(Settings):
 class TrainConfig(Settings):
     """One stage of training."""
 
-    trainable: tuple[Component, ...] = ("connector",)  # components with all their weights trained
+    trainable: tuple[Component, ...] = ("connector", "samplers")  # components with all their weights trained
     lora: LoraConfig | None = None
     bits: Literal[4, 8, 16] = 16  # storage of frozen language-model weights
     optimizer: OptimizerConfig = OptimizerConfig()
