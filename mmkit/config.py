@@ -349,7 +349,8 @@ class RunConfig(Settings):
 
 # ---------------------------------------------------------------- text -> RunConfig, in this one place
 
-PARAMS = Path(os.environ.get("MMKIT_PARAMS", Path(__file__).resolve().parent.parent / "params"))
+_FOLDER = Path(__file__).resolve().parent  # a wheel carries params/ inside the package, a checkout beside it
+PARAMS = Path(os.environ.get("MMKIT_PARAMS") or _FOLDER.joinpath("params" if (_FOLDER / "params").is_dir() else "../params").resolve())
 STAGES: tuple[str, ...] = typing.get_args(Stage)
 
 

@@ -1,0 +1,60 @@
+"""environment.yml, pyproject.toml and the Makefile say the same thing about what is installed."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))
+
+
+def _pins(requirements: list[str]) -> dict[str, str]:
+    """Name -> everything after it, without spaces; names as PyPI compares them."""
+    pins = {}
+    for line in requirements:
+        name, rest = re.match(r"([A-Za-z0-9._-]+)(.*)", line).groups()
+        pins[re.sub(r"[-_.]+", "-", name).lower()] = rest.replace(" ", "").replace('"', "'")
+    return pins
+
+
+def test_environment_yml_has_exactly_the_pins_of_pyproject():
+    lines = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf8"))["dependencies"]
+    blocks = [line["pip"] for line in lines if isinstance(line, dict)]
+    assert len(blocks) == 1, "one pip block"
+    conda = _pins([line for line in lines if isinstance(line, str)])
+    assert conda.pop("python") == _project()["project"]["requires-python"]
+    assert set(conda) >= {"pip", "make"}
+    pip = _pins(blocks[0])
+    assert not set(conda) & set(pip)
+    both = {name: rest for name, rest in (conda | pip).items() if name not in ("pip", "make")}
+    assert both == _pins(_project()["project"]["dependencies"])
+
+
+def test_every_pinned_package_is_installed_in_a_version_the_pin_allows():
+    from importlib.metadata import version
+
+    from packaging.requirements import Requirement
+
+    project = _project()
+    for line in [*project["project"]["dependencies"], *project["dependency-groups"]["packs"]]:
+        need = Requirement(line)
+        if need.marker is None or need.marker.evaluate():
+            assert need.specifier.contains(version(need.name), prereleases=True), f"{line}: {version(need.name)} is installed"
+
+
+def test_a_wheel_names_every_folder_of_the_package():
+    folders = {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in (ROOT / "mmkit").rglob("*.py")}
+    named = set(_project()["tool"]["setuptools"]["packages"])
+    assert named == folders | {"mmkit.params", "mmkit.params.deepspeed"}
+
+
+def test_ci_runs_make_test_and_nothing_else():
+    lines = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
+    assert lines == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "make test"]
