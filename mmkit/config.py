@@ -166,6 +166,7 @@ class SourceConfig(Settings):
     images: str | None = None  # folder that relative image paths start from
     split: str = "train"
     weight: float | None = Field(None, gt=0)  # share of the mixture; None = its size
+    multiple: float | None = Field(None, gt=0)  # Ferret's data_multiple: whole repeats plus a random fraction an epoch
     cap: int | None = Field(None, gt=0)  # Cambrian's threshold t: at most this many samples
     category: str = "general"
     filters: tuple[FilterRule, ...] = ()

@@ -1,1 +1,1 @@
-""""""
+"""From files on disk to batches of static shape, with an exact position."""

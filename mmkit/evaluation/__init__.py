@@ -1,1 +1,1 @@
-""""""
+"""Benchmarks as tasks: documents, prompts, metrics, expected counts."""

@@ -1,1 +1,1 @@
-""""""
+"""What notebooks show and check: parameters, progress, records."""

@@ -1,1 +1,1 @@
-""""""
+"""The one folder that knows about processes, devices and distributed packages."""

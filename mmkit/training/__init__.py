@@ -1,1 +1,1 @@
-""""""
+"""The training loop and what it needs: loss, optimizer, adapters, checkpoints, stability."""

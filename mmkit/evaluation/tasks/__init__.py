@@ -1,1 +1,1 @@
-""""""
+"""One file a benchmark family; `evaluation.task.TASKS` lists them."""

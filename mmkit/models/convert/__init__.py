@@ -1,1 +1,1 @@
-""""""
+"""Published checkpoints read into our names and written back under the original ones."""
