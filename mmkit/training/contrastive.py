@@ -1,0 +1,303 @@
+"""Contrastive losses over all devices (clip-training sections 1, 2, 5, 12): CLIP, SigLIP, CoCa, distillation.
+
+Every loss is a SUM over this process's pairs, to be divided once by the number of pairs of the global batch: summed over
+processes it is the loss of one process holding the joined batch, and so are its gradients. b = pairs of this process,
+N = pairs of all processes, D = width of the shared space.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmkit.config import ConfigError, ContrastiveConfig
+from mmkit.sharding.exchange import exchange, from_process, ring_position, ring_size
+
+CAPTION_WEIGHT = 2.0  # of CoCa's caption loss beside a contrastive weight of 1 (CoCa section 4, open_clip's default)
+PAD_TOKEN = 0  # carries no caption loss
+
+
+def check(config: ContrastiveConfig) -> None:
+    """Refuses the combinations whose gradients are wrong: ConfigError with the reason (measured in clip-training section 1)."""
+    if config.gather_with_grad or config.kind == "siglip":
+        return
+    if config.local_loss:
+        raise ConfigError(
+            "contrastive.local_loss=true with gather_with_grad=false trains in a wrong direction: the other devices' share of each "
+            "feature's gradient is lost (cosine to the true gradient 0.77 on 2 devices). Set gather_with_grad=true"
+        )
+    raise ConfigError(
+        "contrastive.local_loss=false with gather_with_grad=false shrinks every weight gradient by the number of devices but not "
+        "the temperature's, which breaks gradient clipping and Adam's eps. Set gather_with_grad=true"
+    )
+
+
+class ContrastiveLoss:
+    """Features of this process's pairs -> the loss sum and what is logged; holds no parameters.
+
+    ``backend`` offers ``gather(x, with_grad)`` (concatenation over processes, identity where one program sees the whole batch)
+    and ``rank``.
+    """
+
+    def __init__(self, config: ContrastiveConfig, backend):
+        check(config)
+        self.config = config
+        self.backend = backend
+
+    def __call__(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``features``: image_features, text_features (b, D) of norm 1, logit_scale () already exponentiated, logit_bias () or None;
+        for distillation also teacher_image, teacher_text (b, D'), teacher_scale; for CoCa caption_sum () and caption_tokens ()."""
+        image, text = features["image_features"], features["text_features"]
+        dtype = self._logit_dtype(image)
+        bias = features.get("logit_bias")
+        with torch.autocast(image.device.type, enabled=False):
+            scale = features["logit_scale"].float()
+            loss_sum, largest = self._pair_loss(image.float(), text.float(), scale, bias, dtype, features)
+            if "caption_sum" in features:
+                loss_sum = loss_sum + CAPTION_WEIGHT * self._caption_loss(features, len(image))
+        return {"loss_sum": loss_sum, "n_targets": len(image), "logit_scale": scale.detach(), "max_logit": largest.detach()}
+
+    def _logit_dtype(self, image: Tensor) -> torch.dtype:
+        if self.config.logits_fp32:
+            return torch.float32
+        kind = image.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else image.dtype
+
+    def _pair_loss(self, image, text, scale, bias, dtype, features):
+        if self.config.kind == "siglip":
+            return self._sigmoid(image, text, scale, bias, dtype)
+        rows, columns, offset, share = self._sides(image, text)
+        similarity = functools.partial(_RowLosses, scale=scale, bias=bias, chunk=self.config.chunk, dtype=dtype)
+        sides = [similarity(rows[0], columns[1], offset), similarity(rows[1], columns[0], offset)]
+        loss_sum = sum(side.cross_entropy() for side in sides) / 2 * share
+        if self.config.kind == "distill":
+            teacher_rows, teacher_columns, _, _ = self._sides(features["teacher_image"].float(), features["teacher_text"].float())
+            for side, teacher, targets in zip(sides, teacher_rows, reversed(teacher_columns), strict=True):
+                loss_sum = loss_sum + side.teacher_cross_entropy(teacher, targets, features["teacher_scale"].float()) / 2 * share
+        return loss_sum, torch.stack([side.largest for side in sides]).amax()
+
+    def _sides(self, image, text):
+        """Rows to score, columns to score them against, the column of row 0's own pair, and this process's share of the rows' loss."""
+        everything = tuple(self.backend.gather(x, with_grad=self.config.gather_with_grad) for x in (image, text))
+        replicas = len(everything[0]) // len(image)
+        if replicas == 1:
+            return (image, text), everything, 0, 1.0
+        if self.config.local_loss:
+            return (image, text), everything, self.backend.rank * len(image), 1.0
+        return everything, everything, 0, 1.0 / replicas
+
+    def _sigmoid(self, image, text, scale, bias, dtype):
+        """SigLIP: every pair is a yes-no question; blocks of texts travel, logits stay b x b."""
+        losses = [_sigmoid_sum(image, text, scale, bias, True, self.config.chunk, dtype)]
+        for block in self._text_blocks(text):
+            losses.append(_sigmoid_sum(image, block, scale, bias, False, self.config.chunk, dtype))
+        return torch.stack([loss for loss, _ in losses]).sum(), torch.stack([top for _, top in losses]).amax()
+
+    def _text_blocks(self, text):
+        """The other processes' texts, block by block, by the configured exchange."""
+        n, rank = ring_size(), ring_position()
+        pattern = self.config.siglip_exchange
+        if pattern == "gather":
+            blocks = self.backend.gather(text, with_grad=True).split(len(text))
+            yield from (block for i, block in enumerate(blocks) if len(blocks) > 1 and i != self.backend.rank)
+        elif pattern == "shift":
+            for _ in range(n - 1):
+                (text,) = exchange((text,), (1,))
+                yield text
+        elif pattern == "bidir":
+            onward = backward = text
+            for _ in range((n - 1) // 2):
+                onward, backward = exchange((onward, backward), (1, -1))
+                yield from (onward, backward)
+            if n % 2 == 0:
+                yield exchange((onward,), (1,))[0]
+        else:
+            for source in range(n):
+                block = from_process(text, source) if n > 1 else text
+                if source != rank:
+                    yield block
+
+    def _caption_loss(self, features, n_pairs):
+        """Caption loss scaled so that, divided by the pairs of the global batch, it is the mean over its caption tokens."""
+        count = torch.stack([features["caption_tokens"].float(), features["caption_tokens"].new_tensor(float(n_pairs))])
+        tokens, pairs = self.backend.gather(count[None], with_grad=False).sum(0)
+        return features["caption_sum"].float() * (pairs / tokens.clamp(min=1))
+
+
+class _RowLosses:
+    """Softmax losses of ``rows`` (b, D) against ``columns`` (N, D); row i's own pair is column offset + i."""
+
+    def __init__(self, rows, columns, offset, *, scale, bias, chunk, dtype):
+        self.rows, self.columns, self.offset, self.scale, self.bias = rows, columns, offset, scale, bias
+        self.chunk, self.dtype = chunk, dtype
+        log_sums, tops = zip(*self._by_chunk(_log_sum, (rows,), (columns,), scale), strict=True)
+        self.log_sum = torch.stack(log_sums).logsumexp(0)  # (chunks, b) -> (b,)
+        self.largest = torch.stack(tops).amax()
+
+    def _by_chunk(self, function, of_rows, of_columns, *rest):
+        """``function`` on each chunk of columns; recomputed in backward, so that one chunk's logits live at a time."""
+        n = len(self.columns)
+        size = self.chunk or n
+        call = functools.partial(function, bias_free=self.bias is None, dtype=self.dtype)
+        for start in range(0, n, size):
+            part = [columns[start : start + size] for columns in of_columns]
+            inputs = (*of_rows, *part, *rest, *(() if self.bias is None else (self.bias.float(),)))
+            yield call(*inputs) if size >= n else _Recomputed.apply(call, *inputs)
+
+    def cross_entropy(self) -> Tensor:
+        """Sum over rows of -log softmax at the own pair."""
+        own = self.columns[self.offset : self.offset + len(self.rows)]
+        logits = self.scale * (self.rows.to(self.dtype) * own.to(self.dtype)).sum(-1).float()
+        if self.bias is not None:
+            logits = logits + self.bias.float()
+        return (self.log_sum - logits).sum()
+
+    def teacher_cross_entropy(self, rows, columns, scale) -> Tensor:
+        """Sum over rows of the cross-entropy against the teacher's softmax of ``rows`` (b, D') and ``columns`` (N, D')."""
+        teacher = _RowLosses(rows, columns, self.offset, scale=scale, bias=None, chunk=self.chunk, dtype=self.dtype)
+        expected = self._by_chunk(_expected_logit, (self.rows, rows, teacher.log_sum), (self.columns, columns), self.scale, scale)
+        return self.log_sum.sum() - torch.stack([part for part, _ in expected]).sum()
+
+
+def _logits(rows, columns, scale, bias, dtype):
+    """(b, D), (c, D) -> (b, c) in float32 after a product in ``dtype``."""
+    logits = ((scale * rows).to(dtype) @ columns.to(dtype).T).float()
+    return logits if bias is None else logits + bias
+
+
+def _log_sum(rows, columns, scale, *bias, bias_free, dtype):
+    logits = _logits(rows, columns, scale, None if bias_free else bias[0], dtype)
+    return logits.logsumexp(1), logits.detach().abs().amax()
+
+
+def _expected_logit(rows, teacher_rows, log_sum, columns, teacher_columns, scale, teacher_scale, *bias, bias_free, dtype):
+    """Sum over these columns of teacher probability x student logit."""
+    teacher = (_logits(teacher_rows, teacher_columns, teacher_scale, None, dtype) - log_sum[:, None]).exp()
+    logits = _logits(rows, columns, scale, None if bias_free else bias[0], dtype)
+    return (teacher * logits).sum(), logits.detach().abs().amax()
+
+
+def _sigmoid_sum(image, text, scale, bias, own_pairs, chunk, dtype):
+    """Sum of -log sigmoid(z logit) over a block, z = 1 on the diagonal of the own block and -1 elsewhere; and the largest |logit|."""
+    size = chunk or len(text)
+    bias = scale.new_zeros(()) if bias is None else bias.float()
+    parts = []
+    for start in range(0, len(text), size):
+        call = functools.partial(_sigmoid_chunk, diagonal=start if own_pairs else None, dtype=dtype)
+        inputs = (image, text[start : start + size], scale, bias)
+        parts.append(call(*inputs) if size >= len(text) else _Recomputed.apply(call, *inputs))
+    return torch.stack([loss for loss, _ in parts]).sum(), torch.stack([top for _, top in parts]).amax()
+
+
+def _sigmoid_chunk(image, text, scale, bias, *, diagonal, dtype):
+    logits = _logits(image, text, scale, bias, dtype)
+    signs = torch.full_like(logits, -1)
+    if diagonal is not None:
+        signs = signs + 2 * torch.eye(len(image), diagonal + len(text), device=image.device)[:, diagonal:]
+    return -F.logsigmoid(signs * logits).sum(), logits.detach().abs().amax()
+
+
+class _Recomputed(torch.autograd.Function):
+    """A function of tensors that keeps its inputs only and runs again in backward; its second result carries no gradient.
+
+    torch.utils.checkpoint cannot be used here: its form without re-entry fails on XLA devices, the other loses gradients of views.
+    """
+
+    @staticmethod
+    def forward(ctx, function, *inputs):
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        value, aside = function(*inputs)
+        ctx.mark_non_differentiable(aside)
+        return value, aside
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        needed = ctx.needs_input_grad[1:]
+        inputs = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True)]
+        with torch.enable_grad():
+            value, _ = ctx.function(*inputs)
+        wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
+        found = iter(torch.autograd.grad(value, wanted, gradient))
+        return None, *(next(found) if need else None for need in needed)
+
+
+class ContrastiveObjective(nn.Module):
+    """A clip model with its loss, wrapped whole so that every access to weights runs inside one forward (U48).
+
+    ``model(batch)`` returns image_features and text_features of norm 1, logit_scale (exponentiated), logit_bias or None, and for CoCa
+    logits (B, L, V) with labels (B, L). ``teacher`` is a frozen model of the same form for distillation.
+    """
+
+    def __init__(self, model: nn.Module, backend, config: ContrastiveConfig, teacher: nn.Module | None = None):
+        super().__init__()
+        self.model = model
+        self.teacher = teacher.eval().requires_grad_(False) if teacher is not None else None
+        self.loss = ContrastiveLoss(config, backend)
+        if (config.kind == "distill") != (teacher is not None):
+            raise ConfigError(f"contrastive.kind {config.kind!r} with teacher {type(teacher).__name__}: distillation needs distill_from")
+        if config.kind == "siglip" and getattr(model, "logit_bias", 0) is None:
+            raise ConfigError("contrastive.kind 'siglip' needs model.init_logit_bias (SigLIP starts at -10); it is not set")
+
+    def forward(self, batch: dict[str, Tensor], mode: str = "loss", gradients: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """``loss``: the loss sum of this process's pairs and its metrics. ``features``: what the loss needs, for cached accumulation.
+        ``surrogate``: loss_sum whose gradient is ``gradients`` of the features. ``encode``: features of the towers present in ``batch``."""
+        if mode == "loss":
+            return self.loss(self._features(batch)) | {"duplicate_share": self.duplicate_share(batch)}
+        if mode == "features":
+            return self._features(batch)
+        if mode == "surrogate":
+            features = self._features(batch)
+            return {"loss_sum": sum((features[name].float() * gradient).sum() for name, gradient in gradients.items())}
+        if mode == "encode":
+            return {name: value for name, value in self.model(batch).items() if value is not None}
+        raise ValueError(f"no mode {mode!r}; modes are loss, features, surrogate, encode")
+
+    def train(self, mode: bool = True):
+        """Train mode for the student; a teacher stays in evaluation mode."""
+        super().train(mode)
+        if self.teacher is not None:
+            self.teacher.eval()
+        return self
+
+    def _features(self, batch):
+        out = self.model(batch)
+        features = {name: out[name] for name in ("image_features", "text_features", "logit_scale")}
+        if out.get("logit_bias") is not None:
+            features["logit_bias"] = out["logit_bias"]
+        if out.get("logits") is not None:
+            labels = out["labels"]
+            losses = F.cross_entropy(out["logits"].flatten(0, 1).float(), labels.flatten(), ignore_index=PAD_TOKEN, reduction="sum")
+            features |= {"caption_sum": losses, "caption_tokens": (labels != PAD_TOKEN).sum()}
+        if self.teacher is not None:
+            with torch.no_grad():
+                taught = self.teacher(batch)
+            features |= {f"teacher_{name}": taught[f"{name}_features"] for name in ("image", "text")}
+            features["teacher_scale"] = taught["logit_scale"]
+        return features
+
+    def duplicate_share(self, batch: dict[str, Tensor]) -> Tensor:
+        """Share of pairs in the global batch whose caption occurs more than once (U33); by a 64-bit hash of each caption."""
+        text = batch["text"] if "text" in batch else batch["text_features"].float().contiguous().view(torch.int32).long()
+        odd = torch.arange(1, 2 * text.shape[1], 2, device=text.device) * 0x9E3779B97F4A7C1
+        mixed = (text + 1) * odd
+        hashes = self.loss.backend.gather((mixed ^ (mixed >> 29)).sum(1), with_grad=False).sort().values  # (B, L) -> (N,)
+        same = hashes[1:] == hashes[:-1]
+        twin = F.pad(same, (1, 0)) | F.pad(same, (0, 1))
+        return twin.float().mean()
+
+
+def set_patch_dropout(model: nn.Module, share: float) -> int:
+    """Sets the patch dropout of every tower that has one; returns how many. 0 gives the unmasked last phase (FLIP section 4)."""
+    layers = [layer for layer in model.modules() if type(layer).__name__ == "PatchDropout"]
+    for layer in layers:
+        layer.prob = share
+    return len(layers)
+
+
+def is_unmasked(step: int, total_steps: int, config: ContrastiveConfig) -> bool:
+    """Whether ``step`` (from 0) lies in the last share of training that runs without patch dropout."""
+    return step >= total_steps - round(total_steps * config.unmasked_last)
