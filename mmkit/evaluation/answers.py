@@ -1,0 +1,205 @@
+"""How an answer is read out of generated text: the originals' rules, and stricter or more lenient readings named apart.
+
+Facts: the extractors of Cambrian-1's evaluation suite (cambrian-mllm/cambrian @ 539ffc3, ``eval/eval``), the M4C answer
+normaliser of VQA soft accuracy, and Ferret's parsing (apple/ml-ferret @ 3c9e5c9). All functions are pure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+NOT_FOUND = ""  # what `choice_letter` returns when no single letter is named
+
+_NUMBER_WORDS = {word: str(i) for i, word in enumerate("zero one two three four five six seven eight nine ten".split())} | {"none": "0"}
+_ARTICLES = {"a", "an", "the"}
+_PUNCTUATION = ";/[]\"{}()=+\\_-><@`,?!"
+_FULL_FORMS = (  # the contraction table of VQA evaluation holds these with one apostrophe left out
+    "ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd he'd've he's how'd how'll "
+    "how's isn't it'd it'd've it'll ma'am mightn't mightn't've might've mustn't must've needn't not've o'clock oughtn't 'ow's'at shan't "
+    "she'd've should've shouldn't shouldn't've somebody'd've somebody'll somebody's someone'd someone'd've someone'll someone's "
+    "something'd something'd've something'll that's there'd there'd've there're there's they'd they'd've they'll they're they've 'twas "
+    "wasn't we'd've we've weren't what'll what're what's what've when's where'd where's where've who'd who'd've who'll who's who've "
+    "why'll why're why's won't would've wouldn't wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're you've"
+).split()
+_CONTRACTIONS = {full[:i] + full[i + 1 :]: full for full in _FULL_FORMS for i, char in enumerate(full) if char == "'"}
+
+
+def after_marker(text: str) -> str:
+    """Lower-cased text behind the last "answer is", else the last "answer:", stripped.
+
+    As in the originals, "the answer is: b" leaves ": b", which their letter rule then reads as ":"; `choice_letter` reads it right.
+    """
+    text = text.lower().strip()
+    marker = "answer is" if "answer is" in text else "answer:"
+    return text.rsplit(marker, 1)[-1].strip()
+
+
+def first_letter(text: str, trailing: str = ".:,") -> str:
+    """The option letter as Cambrian's multiple-choice scorers read it (reference-models 1.14, X1; ``trailing="."`` is X1')."""
+    text = after_marker(text).rstrip(trailing).lstrip("(").rstrip(")")
+    return text[:1]
+
+
+def short_answer(text: str) -> str:
+    """The whole answer behind a marker without its final period (reference-models 1.14, X2)."""
+    return after_marker(text).rstrip(".")
+
+
+def first_word(text: str, trailing: str = ".:,") -> str:
+    """The first word, lower-cased, without trailing punctuation; an empty text stays empty."""
+    return (text.lower().split() or [""])[0].rstrip(trailing)
+
+
+def choice_letter(text: str, letters: str = "ABCDE") -> str:
+    """The one option letter an answer names, or `NOT_FOUND`; two different letters without a marker are not found (U62).
+
+    "The correct answer is B. Here's why A fails" -> "B"; "A or B" -> not found.
+    """
+    found = re.search(rf"answer(?:\s+is)?\s*:?\s*\(?([{letters}])\b", text, re.IGNORECASE)
+    if found:
+        return found.group(1).upper()
+    named = set(re.findall(rf"(?<![A-Za-z'])([{letters}])(?![A-Za-z'])", text))
+    if len(named) == 1:
+        return named.pop()
+    bare = text.strip().rstrip(".:,)").lstrip("(")
+    return bare.upper() if len(bare) == 1 and bare.upper() in letters else NOT_FOUND
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def as_number(text: str) -> float | None:
+    """The number a text spells for ``float``, or None."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def within(answer: str, truth: str, relative: float = 0.05) -> bool:
+    """Both are numbers and differ by at most ``relative`` of the truth; 1.05 is within 5% of 1 in spite of its binary rounding."""
+    got, want = as_number(answer), as_number(truth)
+    return got is not None and want is not None and abs(got - want) <= relative * abs(want) * (1 + 1e-9)
+
+
+def lenient_number(text: str) -> float | None:
+    """A number in the spellings strict metrics miss (U63): 977,633; $161,886; 27 percent; 1.4 billion; \\boxed{7}."""
+    if boxed := re.findall(r"\\boxed\{([^{}]*)\}", text):
+        text = boxed[-1]
+    scale = {"thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12}
+    found = re.fullmatch(r"\s*[$€£]?\s*(-?[\d,]*\.?\d+)\s*(%|percent|thousand|million|billion|trillion)?\s*\.?\s*", text.lower())
+    if not found:
+        return None
+    return float(found.group(1).replace(",", "")) * scale.get(found.group(2) or "", 1.0)
+
+
+def boxed_answers_differ(text: str) -> bool:
+    """Whether ``\\boxed{}`` occurs with different contents: the last one counts and the row is flagged."""
+    return len(set(re.findall(r"\\boxed\{([^{}]*)\}", text))) > 1
+
+
+# ---------------------------------------------------------------- VQA soft accuracy
+
+
+def vqa_normalize(text: str) -> str:
+    """The M4C normal form of a VQA answer: case, punctuation, number words, articles, contractions."""
+    text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
+    text = text.replace("\n", " ").replace("\t", " ").strip()
+    has_grouped_digits = re.search(r"(?<=\d),+(?=\d)", text) is not None
+    out = text
+    for mark in _PUNCTUATION:
+        beside_space = f"{mark} " in text or f" {mark}" in text
+        out = out.replace(mark, "" if beside_space or has_grouped_digits else " ")
+    out = re.sub(r"\.(?!\d)", "", out)
+    words = [_NUMBER_WORDS.get(word, word) for word in out.lower().split()]
+    return " ".join(_CONTRACTIONS.get(word, word) for word in words if word not in _ARTICLES)
+
+
+def vqa_accuracy(answer: str, truths: list[str]) -> float:
+    """Soft accuracy: mean over leave-one-out sets of min(1, matches / 3)."""
+    answer, truths = vqa_normalize(answer), [vqa_normalize(truth) for truth in truths]
+    matches = sum(truth == answer for truth in truths)
+    scores = [min(1.0, (matches - (truth == answer)) / 3) for truth in truths]
+    return sum(scores) / len(scores) if matches else 0.0
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Levenshtein distance of two texts."""
+    row = list(range(len(b) + 1))
+    for i, left in enumerate(a, start=1):
+        above, row[0] = row[0], i
+        for j, right in enumerate(b, start=1):
+            above, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, above + (left != right))
+    return row[-1]
+
+
+# ---------------------------------------------------------------- boxes and phrases
+
+
+def decode_boxes(text: str, width: int, height: int, grid: int = 1000) -> tuple[list[str], list[tuple[int, int, int, int]]]:
+    """(entity before each box, box in pixels) of Ferret's answers "name [x1, y1, x2, y2]" on the 0-999 grid.
+
+    A bracket that does not hold four whole numbers raises ValueError naming it.
+    """
+    entities, boxes, start = [], [], 0
+    for match in re.finditer(r"\[([^\[\]]*)\]", text):
+        parts = match.group(1).split(",")
+        try:
+            x1, y1, x2, y2 = (int(part) for part in parts)
+        except ValueError:
+            raise ValueError(f"[{match.group(1)}] is not a box of four whole numbers") from None
+        boxes.append(tuple(int(c * s / grid) for c, s in zip((x1, y1, x2, y2), (width, height) * 2, strict=True)))
+        entities.append(_entity_before(text[start : match.start()]))
+        start = match.end()
+    return entities, boxes
+
+
+def _entity_before(text: str) -> str:
+    """The noun phrase a box belongs to: what stands between the previous box or clause and this one."""
+    text = re.sub(r"^[\s.,;:]*(?:and|or|with)\b", "", text.strip())
+    return re.split(r"[.;:]", text)[-1].strip(" ,")
+
+
+def any_box(text: str) -> tuple[float, float, float, float] | None:
+    """The first box of an answer in any of its usual spellings: bare list, JSON list, fenced JSON, {"bbox": [...]} (U61)."""
+    fenced = re.search(r"```(?:json)?\s*(.*?)```", text, re.DOTALL)
+    body = fenced.group(1) if fenced else text
+    try:
+        found = _box_in(json.loads(body))
+    except ValueError:
+        found = None
+    if found is None:
+        match = re.search(r"[\[(]\s*" + r"\s*,\s*".join([r"(-?\d+(?:\.\d+)?)"] * 4) + r"\s*[\])]", text)
+        found = tuple(float(part) for part in match.groups()) if match else None
+    return found
+
+
+def _box_in(value) -> tuple[float, float, float, float] | None:
+    if isinstance(value, list) and len(value) == 4 and all(isinstance(v, int | float) for v in value):
+        return tuple(float(v) for v in value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((box for box in map(_box_in, inner) if box), None)
+
+
+def phrases_equal(a: str, b: str) -> bool:
+    """Equal after lower-casing, dropping the marks , . and folding spaces (Ferret's Flickr30k matching)."""
+    return _plain(a) == _plain(b)
+
+
+def _plain(phrase: str) -> str:
+    return " ".join(re.sub(r"[,.;:!?]", "", phrase.lower()).split())
+
+
+def without_negations(text: str) -> str:
+    """Text without its " not ..." and " no ..." phrases up to the next comma or period (Ferret's LVIS scorer)."""
+    return re.sub(r" (?:not|no) [^,.]*[,.]", "", text)
+
+
+def box_iou(a, b) -> float:
+    """Intersection over union of two (x1, y1, x2, y2) boxes in the same frame."""
+    width = max(0.0, min(a[2], b[2]) - max(a[0], b[0]))
+    height = max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
+    shared = width * height
+    union = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - shared
+    return shared / union if union > 0 else 0.0
