@@ -1,0 +1,116 @@
+"""Parameter groups: each parameter once, own rates, decay by module type and shape."""
+
+import pytest
+import torch
+from torch import nn
+
+from mmkit.config import OptimizerConfig
+from mmkit.training.optim import adamw, check_groups, component_of, decaying, groups_of, optimizer_factory, table, table_text
+
+COMPONENTS = ((r"connector\.", "connector"), (r"language\.", "language"), (r"logit_scale", "scale"))
+
+
+class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.connector = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        self.language = nn.ModuleDict({"embed": nn.Embedding(5, 4), "position_embeddings": nn.Embedding(7, 4), "plane_ln_up": nn.Linear(4, 4)})
+        self.logit_scale = nn.Parameter(torch.tensor(2.0))
+
+
+def named(module):
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def test_every_trainable_parameter_is_in_exactly_one_group_with_its_components_rate():
+    model = Toy()
+    config = OptimizerConfig(lr=2e-4, lr_of={"connector": 2e-5}, weight_decay=0.1)
+    optimizer = optimizer_factory(model, COMPONENTS, config)(named(model))
+    rate = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
+    assert len(rate) == sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
+    assert {rate[id(p)] for p in model.connector.parameters()} == {2e-5}
+    assert {rate[id(p)] for p in model.language.parameters()} == {2e-4}
+
+
+def test_norms_biases_positions_and_scales_do_not_decay():
+    assert decaying(Toy()) == {"connector.0.weight", "language.embed.weight", "language.plane_ln_up.weight"}
+
+
+def test_decay_agrees_with_open_clips_name_rule_but_for_position_embeddings():
+    open_clip = pytest.importorskip("open_clip")
+    vision = {"image_size": 32, "layers": 1, "width": 64, "patch_size": 16}
+    model = open_clip.CLIP(16, vision, {"context_length": 8, "vocab_size": 50, "width": 32, "heads": 2, "layers": 1})
+    by_name = {
+        name for name, p in model.named_parameters() if p.ndim >= 2 and not any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
+    }
+    assert by_name - decaying(model) == {"positional_embedding", "visual.positional_embedding"}
+    assert decaying(model) <= by_name
+
+
+def test_frozen_parameters_are_in_no_group_and_nothing_trainable_is_an_error():
+    model = Toy()
+    model.language.requires_grad_(False)
+    groups = groups_of(named(model), decaying(model), COMPONENTS, OptimizerConfig())
+    assert {group.component for group in groups} == {"connector", "scale"}
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing is trainable"):
+        groups_of(named(model), set(), COMPONENTS, OptimizerConfig())
+
+
+def test_a_rate_for_a_component_that_is_not_trained_is_an_error():
+    model = Toy()
+    model.connector.requires_grad_(False)
+    with pytest.raises(ValueError, match="'connector', which has no trainable parameter; trained are language, scale"):
+        groups_of(named(model), set(), COMPONENTS, OptimizerConfig(lr_of={"connector": 1e-5}))
+
+
+def test_a_parameter_in_two_groups_or_in_none_is_an_error():
+    model = Toy()
+    groups = groups_of(named(model), set(), COMPONENTS, OptimizerConfig())
+    check_groups(groups, named(model))
+    with pytest.raises(ValueError, match="is in 2"):
+        check_groups([*groups, groups[0]], named(model))
+    with pytest.raises(ValueError, match="is in 0"):
+        check_groups(groups[1:], named(model))
+
+
+def test_a_parameter_no_pattern_knows_is_an_error():
+    with pytest.raises(ValueError, match="'other.weight' fits no pattern"):
+        component_of("other.weight", COMPONENTS)
+
+
+def test_half_precision_weights_are_refused():
+    model = Toy().half()
+    with pytest.raises(ValueError, match="is float16: the optimizer needs fp32"):
+        adamw(groups_of(named(model), set(), COMPONENTS, OptimizerConfig()), OptimizerConfig())
+
+
+def test_table_shows_rate_decay_and_counts():
+    model = Toy()
+    rows = table(groups_of(named(model), decaying(model), COMPONENTS, OptimizerConfig(weight_decay=0.2)))
+    assert {"group": "connector (no decay)", "lr": 2e-5, "weight_decay": 0.0, "tensors": 3, "parameters": 12} in rows
+    assert sum(row["parameters"] for row in rows) == sum(p.numel() for p in model.parameters())
+    assert len(table_text(rows).splitlines()) == len(rows) + 1
+
+
+def test_eight_bit_moments_come_out_as_fp32_and_go_back_within_a_code():
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"connector": nn.Linear(128, 64)})
+    config = OptimizerConfig(kind="adamw_8bit", lr=1e-3)
+    make = optimizer_factory(model, COMPONENTS, config)
+    optimizer = make(named(model))
+    weight = model["connector"].weight
+    for _ in range(3):
+        model["connector"](torch.randn(8, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.state[weight]["state1"].dtype == torch.uint8
+    saved = optimizer.moments(weight)
+    assert saved["exp_avg"].dtype == torch.float32 and saved["exp_avg"].any()
+    fresh = make(named(model))
+    fresh.set_moments(weight, saved["exp_avg"], saved["exp_avg_sq"], 3)
+    again = fresh.moments(weight)
+    assert (again["exp_avg"] - saved["exp_avg"]).abs().max() <= 0.01 * saved["exp_avg"].abs().max()
+    assert torch.allclose(again["exp_avg_sq"], saved["exp_avg_sq"], rtol=1e-5, atol=0)
+    assert fresh.state[weight]["step"] == 3

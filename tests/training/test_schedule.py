@@ -1,0 +1,66 @@
+"""Schedules at their corners, statelessness, plateau."""
+
+import math
+
+import pytest
+
+from mmkit.config import OptimizerConfig
+from mmkit.training.schedule import Plateau, Schedule, factor, sqrt_scaled
+
+
+def at(step, **settings):
+    return factor(step, 100, OptimizerConfig(**{"warmup": 10, **settings}))
+
+
+def test_warmup_rises_by_one_step_and_reaches_one_at_its_last():
+    assert at(0) == 0.1 and at(9) == 1.0
+    assert factor(0, 100, OptimizerConfig(warmup=0.1)) == 0.1  # a share of all steps
+    assert factor(0, 100, OptimizerConfig(warmup=0)) == 1.0
+
+
+def test_cosine_is_open_clips_formula():
+    assert at(10) == 1.0
+    assert at(99) == pytest.approx(0.5 * (1 + math.cos(math.pi * 89 / 90)))
+    assert at(55) == pytest.approx(0.5)
+
+
+def test_linear_constant_and_cooldown():
+    assert at(55, schedule="linear") == pytest.approx(0.5) and at(99, schedule="linear") == pytest.approx(1 / 90)
+    assert at(99, schedule="constant") == 1.0
+    assert at(79, schedule="const-cooldown", cooldown=0.2) == 1.0
+    assert at(90, schedule="const-cooldown", cooldown=0.2) == pytest.approx(0.5)
+    assert at(99, schedule="const-cooldown", cooldown=20) == pytest.approx(1 / 20)
+
+
+def test_plateau_halves_after_patience_and_an_improvement_resets_it():
+    watch = Plateau(patience=1)
+    for value in (1.0, 1.0, 0.5, 0.6, 0.6):
+        watch.observe(value)
+    assert watch.scale == 0.5 and watch.best == 0.5
+    watch.observe(0.6)
+    assert watch.scale == 0.5
+
+
+def test_plateau_state_survives_a_resume_and_other_schedules_ignore_validation():
+    groups = [{"base_lr": 0.1}, {"base_lr": 0.01}]
+    schedule = Schedule(OptimizerConfig(schedule="plateau", warmup=0), 10)
+    for _ in range(4):
+        schedule.observe(1.0)
+    assert schedule.rates(groups, 5) == [0.05, 0.005]
+    resumed = Schedule(OptimizerConfig(schedule="plateau", warmup=0), 10)
+    resumed.load_state_dict(schedule.state_dict())
+    assert resumed.rates(groups, 5) == schedule.rates(groups, 5)
+    other = Schedule(OptimizerConfig(schedule="constant", warmup=0), 10)
+    for _ in range(9):
+        other.observe(1.0)
+    assert other.rates(groups, 5) == [0.1, 0.01]
+
+
+def test_a_rewinds_factor_multiplies_every_rate():
+    assert Schedule(OptimizerConfig(schedule="constant", warmup=0), 10, lr_factor=0.5).rates([{"base_lr": 1.0}], 0) == [0.5]
+
+
+def test_square_root_rule_of_the_batch():
+    assert sqrt_scaled(1e-3, 512, 128) == 2e-3
+    with pytest.raises(ValueError, match="must all be above 0"):
+        sqrt_scaled(1e-3, 0, 128)
