@@ -1,0 +1,171 @@
+"""Runs a notebook headless through papermill, with an exit code one can rely on.
+
+papermill ends with 0 when a magic fails without an output, and marks cells completed that a dead kernel never reached. So the runner adds
+a last cell of its own and believes only that cell's output; it checks the parameters before a kernel starts, saves the notebook while
+cells run, and ends every process that the kernel left behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mmkit.config import ConfigError
+from mmkit.notebook.parameters import check, of_notebook
+
+OK, USER_ERROR, NOTEBOOK_ERROR, KERNEL_DIED = 0, 2, 3, 4
+MARK = "MMKIT_NOTEBOOK_RUN"  # environment variable that every process of one run carries
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run of a notebook ended."""
+
+    code: int
+    notebook: Path  # the executed notebook
+    seconds: float
+    message: str = ""  # what went wrong, empty when nothing did
+
+
+def run_notebook(
+    path: str | Path,
+    output: str | Path | None = None,
+    parameters: dict[str, Any] | None = None,
+    *,
+    autosave: int = 10,
+    timeout: int | None = None,
+    stream: Any = None,
+) -> Outcome:
+    """Executes a notebook and says how it ended; the executed copy is kept whatever happens.
+
+    ``output`` defaults to ``runs/notebooks/<name>.ipynb`` of the checkout. ``timeout`` bounds one cell in seconds. What cells print
+    goes to ``stream`` (standard output) while they run. Raises ConfigError before a kernel starts for a missing notebook, an unknown
+    parameter or a wrong value.
+    """
+    import nbformat
+
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"no notebook {path}; notebooks lie in {_notebooks(path)}")
+    book = nbformat.read(path, as_version=4)
+    values = check(parameters or {}, of_notebook(book, path.name), "-p")
+    output = Path(output) if output else default_output(path, values)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    code, message = _execute(book, path, output, values, autosave, timeout, stream or sys.stdout)
+    return Outcome(code, output, time.monotonic() - started, message)
+
+
+def default_output(path: Path, values: dict[str, Any]) -> Path:
+    """Where the executed copy goes: ``runs/notebooks/<notebook>-<model>.ipynb``."""
+    from mmkit.notebook.parameters import workspace
+
+    model = f"-{values['model']}" if values.get("model") else ""
+    return workspace() / "runs" / "notebooks" / f"{path.stem}{model}.ipynb"
+
+
+def _notebooks(path: Path) -> str:
+    from mmkit.notebook.parameters import workspace
+
+    folder = path.parent if path.parent.is_dir() and any(path.parent.glob("*.ipynb")) else workspace() / "notebooks"
+    return f"{folder}: {', '.join(sorted(book.name for book in folder.glob('*.ipynb'))) or 'none'}"
+
+
+def _execute(book: Any, path: Path, output: Path, values: dict[str, Any], autosave: int, timeout: int | None, stream: Any) -> tuple[int, str]:
+    """Runs the cells; returns the exit code and what went wrong."""
+    import nbformat
+    import papermill
+    from nbclient.exceptions import CellTimeoutError, DeadKernelError
+
+    token = uuid.uuid4().hex
+    ending = nbformat.v4.new_code_cell(f"print({token!r})")
+    ending.metadata["tags"] = ["mmkit-end"]
+    book.cells.append(ending)
+    folder = tempfile.TemporaryDirectory(prefix="mmkit-notebook-")
+    marked = Path(folder.name) / path.name
+    nbformat.write(book, marked)
+    environment = {MARK: token, "MMKIT_HEADLESS": "1"}
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        papermill.execute_notebook(
+            str(marked), str(output), values, progress_bar=False, cwd=str(path.resolve().parent), autosave_cell_every=autosave,
+            execution_timeout=timeout, stdout_file=stream, stderr_file=stream,
+        )  # fmt: skip
+        code, message = OK, ""
+    except papermill.PapermillExecutionError as error:
+        user = error.ename in ("ConfigError", "TooLargeError")
+        code = USER_ERROR if user else NOTEBOOK_ERROR
+        message = error.evalue if user else f"{error.ename} in cell {_shown_cell(output)}: {error.evalue}"
+    except CellTimeoutError as error:
+        code, message = NOTEBOOK_ERROR, f"a cell ran longer than {timeout} s: {str(error).splitlines()[0]}"
+    except DeadKernelError:
+        code = KERNEL_DIED
+        message = f"the kernel died in cell {_shown_cell(output)}, often for want of memory; what was saved is in {output}"
+    finally:
+        folder.cleanup()
+        _restore(before)
+        _end_processes(token)
+    return _judge(path, output, token, code, message)
+
+
+def _judge(path: Path, output: Path, token: str, code: int, message: str) -> tuple[int, str]:
+    """Takes the end mark out of the saved notebook; without its output a run that looked fine is an error after all."""
+    import nbformat
+
+    book = nbformat.read(output, as_version=4)
+    endings = [cell for cell in book.cells if "mmkit-end" in cell.metadata.get("tags", [])]
+    reached = any(token in out.get("text", "") for cell in endings for out in cell.outputs)
+    if code == OK and not reached:
+        code, message = NOTEBOOK_ERROR, f"cell {_shown_cell(output)} stopped the notebook without an error of its own"
+    book.cells = [cell for cell in book.cells if cell not in endings]
+    book.metadata["papermill"]["input_path"] = path.name
+    book.metadata["mmkit"] = {"code": code, "message": message}
+    nbformat.write(book, output)
+    return code, message
+
+
+def _shown_cell(output: Path) -> str:
+    """Number (from 1, counting code cells of the executed copy) and first line of the cell in which a run stopped."""
+    import nbformat
+
+    book = nbformat.read(output, as_version=4)
+    codes = [cell for cell in book.cells if cell.cell_type == "code" and cell.source.strip()]
+    begun = [i for i, cell in enumerate(codes) if cell.metadata.get("papermill", {}).get("start_time")]
+    index = begun[-1] if begun else 0
+    return f"{index + 1} ({codes[index].source.strip().splitlines()[0]})"
+
+
+def _restore(before: dict[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _end_processes(token: str) -> None:
+    """Ends every process that carries this run's mark: what a killed kernel leaves behind."""
+    left = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(MARK) == token:
+                process.terminate()
+                left.append(process)
+        except psutil.Error:  # ended meanwhile, or another user's
+            continue
+    _, stubborn = psutil.wait_procs(left, timeout=10)
+    for process in stubborn:
+        process.kill()
+    if left:
+        log.warning("ended %d processes that the kernel left behind", len(left))

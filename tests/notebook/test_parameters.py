@@ -1,0 +1,129 @@
+"""Parameters arrive with the declared type or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmkit.config import ConfigError
+from mmkit.notebook.parameters import Parameter, assemble, begin, check, convert, declared, workspace
+
+CELL = """model: str = "8b"  # a preset
+lr: float = 0.0  # peak learning rate; 0 = the preset's own
+steps: int = 0  # optimizer steps; 0 = the preset's own
+dry_run: bool = False  # build and check, train nothing
+pictures: int = 6  # how many examples to show
+settings: dict = {}  # any other setting, by its full name"""
+
+
+def space(injected: str = "", cell: str = CELL) -> dict:
+    """A namespace as IPython leaves it after the parameters cell and papermill's injected one."""
+    namespace: dict = {"In": ["", cell]}
+    exec(cell, namespace)
+    if injected:
+        namespace["In"].append("# Parameters\n" + injected)
+        exec(injected, namespace)
+    return namespace
+
+
+def test_a_parameters_cell_is_read_with_types_and_comments():
+    found = declared(CELL)
+    assert list(found) == ["model", "lr", "steps", "dry_run", "pictures", "settings"]
+    assert found["lr"] == Parameter("lr", "float", 0.0, "peak learning rate; 0 = the preset's own")
+
+
+def test_a_default_must_be_a_literal():
+    with pytest.raises(ConfigError, match="no literal"):
+        declared("lr: float = 2 * x")
+    with pytest.raises(ConfigError, match="write one"):
+        declared("import os")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "want"),
+    [
+        ("tuple[int, ...]", "(1, 2)", (1, 2)),
+        ("list[int]", "[1, 2]", [1, 2]),
+        ("float", "0.1000000015", 0.1000000015),
+        ("float", np.float32(0.5), 0.5),
+        ("str", Path("data/x"), "data/x"),
+        ("bool", "false", False),
+        ("bool", "True", True),
+        ("float", "1e-5", 1e-5),
+        ("int", "12", 12),
+        ("dict[int, str]", {"1": "a"}, {1: "a"}),
+        ("str", "007", "007"),
+    ],
+)
+def test_values_become_the_declared_type(kind, value, want):
+    got = convert(Parameter("x", kind, None, ""), value, "-p")
+    assert got == want and type(got) is type(want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [("int", "7.5"), ("bool", "maybe"), ("str", 7), ("int", "(1, 2)"), ("list[int]", "{1, x}"), ("float", None), ("dict[int, str]", {"None": "a"})]
+)
+def test_values_that_do_not_fit_are_refused_by_name(kind, value):
+    with pytest.raises(ConfigError, match=r"x = .*from -p.* is not of type"):
+        convert(Parameter("x", kind, None, ""), value, "-p")
+
+
+def test_begin_gives_the_run_and_converts_the_namespace():
+    namespace = space("lr = '1e-4'\ndry_run = 'true'\nsettings = {'train.global_batch': 256}\nwarmup = 0.1")
+    run = begin(namespace, "finetune", also=("pictures",))
+    assert run.train.optimizer.lr == namespace["lr"] == 1e-4
+    assert run.dry_run is True and run.train.global_batch == 256 and run.train.optimizer.warmup == 0.1
+    assert run.train.steps is None, "0 leaves the preset's own"
+
+
+@pytest.mark.parametrize(
+    ("injected", "words"),
+    [
+        ("lrr = 1e-4", "did you mean 'lr'"),
+        ("step = 3", "did you mean 'steps'"),
+        ("dry_run = 'perhaps'", "dry_run = 'perhaps'"),
+        ("model = '9b'", "did you mean '8b'"),
+        ("model = 7", "quote it"),
+        ("settings = {'train.optimiser.lr': 1}", "did you mean"),
+        ("backend = 'zerro2'", "no backend 'zerro2'.*did you mean 'zero"),
+    ],
+)
+def test_begin_stops_the_notebook_on_a_wrong_parameter(injected, words):
+    with pytest.raises(ConfigError, match=words):
+        begin(space(injected), "finetune", also=("pictures",))
+
+
+def test_a_misspelt_declaration_is_refused_and_its_correction_counts():
+    namespace = space(cell=CELL + "\nwarmpu: float = 0.1  # misspelt")
+    with pytest.raises(ConfigError, match="did you mean 'warmup'"):
+        begin(namespace, "finetune", also=("pictures",))
+    corrected = CELL + "\nwarmup: float = 0.1  # right"
+    namespace["In"].append(corrected)
+    exec(corrected, namespace)
+    assert begin(namespace, "finetune", also=("pictures",)).train.optimizer.warmup == 0.1
+
+
+def test_begin_before_the_parameters_cell_says_so():
+    with pytest.raises(ConfigError, match="no parameters cell was run"):
+        begin({"In": ["", "from mmkit import x"]}, "finetune")
+
+
+def test_check_without_settings_knows_only_what_is_declared():
+    assert check({"warmup": "0.1"}, declared(CELL), "-p") == {"warmup": "0.1"}
+    with pytest.raises(ConfigError, match="no parameter 'warmup'"):
+        check({"warmup": "0.1"}, declared(CELL), "-p", settings=False)
+
+
+def test_backend_short_names_become_settings():
+    run = assemble({"model": "8b", "backend": "zero3"}, "finetune", "test")
+    assert (run.backend.kind, run.backend.zero_stage) == ("deepspeed", 3)
+
+
+def test_runs_lie_in_the_checkout_from_the_root_and_from_notebooks(tmp_path, monkeypatch):
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "pyproject.toml").write_text("")
+    assert workspace(tmp_path / "notebooks") == workspace(tmp_path) == tmp_path
+    monkeypatch.chdir(tmp_path / "notebooks")
+    assert begin(space(), "finetune", also=("pictures",)).root == str(tmp_path / "runs")
