@@ -1,0 +1,120 @@
+"""Reading tensors from weight files one at a time, and finding those files: a local path or the Hugging Face hub (cache first).
+
+safetensors files are mapped, and mapped again every gigabyte so that pages already read are given back; pickled files are
+opened with ``torch.load(mmap=True, weights_only=True)``, so nothing in them is executed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+REMAP_BYTES = 1 << 30
+PICKLED = (".bin", ".pt", ".pth")
+NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "trainer_state")
+
+
+def locate(source: str) -> Path:
+    """Local path of ``source``: a file or folder as it is, else a hub repository from the hub cache, downloaded where it is missing."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    if source.count("/") != 1 or source.startswith((".", "/", "~")):
+        raise ValueError(f"no file or folder {source!r}, and it is not a hub repository (owner/name)")
+    return _from_hub(source)
+
+
+def _from_hub(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    small = ["*.json", "*.model", "*.txt", "*.jinja"]
+    try:
+        folder = Path(snapshot_download(repository, allow_patterns=[*small, "*.safetensors"]))
+        if not list(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(repository, allow_patterns=[*small, "*.bin", "*.pt", "*.pth"]))
+    except Exception as error:  # the hub client raises a dozen unrelated classes; the cause is kept
+        raise ValueError(
+            f"hub repository {repository!r} is neither in the hub cache nor reachable ({type(error).__name__}); "
+            "download it where there is a network and give the folder as weights"
+        ) from error
+    return folder
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The weight files of ``path``: itself, or a folder's, by its index where it has one; safetensors before pickled ones."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"no file or folder {path}")
+    for pattern in ("*.safetensors.index.json", "*.bin.index.json"):
+        for index in sorted(path.glob(pattern)):
+            return _indexed(index)
+    found = sorted(path.glob("*.safetensors")) or sorted(p for p in path.iterdir() if p.suffix in PICKLED)
+    found = [file for file in found if not file.name.startswith(NOT_WEIGHTS)]
+    if not found:
+        raise ValueError(f"no weight files (*.safetensors, {', '.join('*' + end for end in PICKLED)}) in {path}")
+    return found
+
+
+def _indexed(index: Path) -> list[Path]:
+    names = sorted(set(json.loads(index.read_text(encoding="utf8"))["weight_map"].values()))
+    if missing := [name for name in names if not (index.parent / name).is_file()]:
+        raise ValueError(f"{index} lists {len(names)} weight files; missing: {', '.join(missing)}")
+    return [index.parent / name for name in names]
+
+
+def tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, CPU tensor) of every tensor of a weight file or folder; copy what you keep, the memory is the file's."""
+    for file in weight_files(Path(path)):
+        yield from _safetensors(file) if file.suffix == ".safetensors" else pickled(file).items()
+
+
+def names(path: Path) -> list[str]:
+    """Names of all tensors of a weight file or folder, without reading them."""
+    from safetensors import safe_open
+
+    out = []
+    for file in weight_files(Path(path)):
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as handle:
+                out += handle.keys()
+        else:
+            out += pickled(file)
+    return out
+
+
+def _safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as handle:
+            pending = list(handle.keys())
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
+    while pending:
+        read = 0
+        with safe_open(file, "pt") as handle:
+            while pending and read < REMAP_BYTES:
+                name = pending.pop(0)
+                tensor = handle.get_tensor(name)
+                read += tensor.nbytes
+                yield name, tensor
+
+
+def pickled(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a ``torch.save`` file, unwrapped from ``state_dict`` or ``model``; ValueError where it holds anything but data."""
+    try:
+        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except RuntimeError:  # files of torch < 1.6 are no zip archives and cannot be mapped
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling raises whatever the broken stream leads to
+        raise ValueError(f"{file} cannot be read as a file of tensors: {error}") from error
+    for key in ("state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not content:
+        raise ValueError(f"{file} holds a {type(content).__name__}, not a dict of tensors")
+    return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
