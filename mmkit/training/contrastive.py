@@ -52,9 +52,9 @@ class ContrastiveLoss:
         for distillation also teacher_image, teacher_text (b, D'), teacher_scale; for CoCa caption_sum () and caption_tokens ()."""
         image, text = features["image_features"], features["text_features"]
         dtype = self._logit_dtype(image)
-        bias = features.get("logit_bias")
+        bias = features["logit_bias"].reshape(()) if "logit_bias" in features else None
         with torch.autocast(image.device.type, enabled=False):
-            scale = features["logit_scale"].float()
+            scale = features["logit_scale"].float().reshape(())
             loss_sum, largest = self._pair_loss(image.float(), text.float(), scale, bias, dtype, features)
             if "caption_sum" in features:
                 loss_sum = loss_sum + CAPTION_WEIGHT * self._caption_loss(features, len(image))
@@ -76,7 +76,7 @@ class ContrastiveLoss:
         if self.config.kind == "distill":
             teacher_rows, teacher_columns, _, _ = self._sides(features["teacher_image"].float(), features["teacher_text"].float())
             for side, teacher, targets in zip(sides, teacher_rows, reversed(teacher_columns), strict=True):
-                loss_sum = loss_sum + side.teacher_cross_entropy(teacher, targets, features["teacher_scale"].float()) / 2 * share
+                loss_sum = loss_sum + side.teacher_cross_entropy(teacher, targets, features["teacher_scale"].float().reshape(())) / 2 * share
         return loss_sum, torch.stack([side.largest for side in sides]).amax()
 
     def _sides(self, image, text):

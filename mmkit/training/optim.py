@@ -1,14 +1,15 @@
 """Parameter groups and AdamW: which parameter learns how fast, and which decays.
 
 Groups are made by component (a model file's COMPONENTS table) and by whether weight decay applies. A parameter does not decay
-when it has fewer than two dimensions (biases, norms, scales, class tokens), belongs to a norm module, or holds position
-embeddings; told by module type and shape, because a name rule such as "contains ln" also hits names that merely contain it
-(clip-training section 3). Schedules are in `schedule.py`.
+when it has fewer than two dimensions (biases, norms, scales, class tokens) or belongs to a norm module; told by module type and
+shape, because a name rule such as "contains ln" also hits names that merely contain it. Position embeddings decay, as in
+open_clip (clip-training section 3). Schedules are in `schedule.py`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from mmkit.config import OptimizerConfig
 log = logging.getLogger(__name__)
 
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")  # where torch's AdamW has one kernel for all parameters
-POSITION = re.compile(r"(^|[._])pos(ition(al)?)?(_?embed(ding)?s?|_?emb)([._]|$)|(^|\.)positions\.", re.IGNORECASE)
+LIMITS: dict[str, tuple[float, float]] = {"logit_scale": (0.0, math.log(100))}  # kept after every step (CLIP section 2.5); by last name
 Components = Sequence[tuple[str, str]]  # (regex on the full parameter name, component)
 
 
@@ -33,12 +34,14 @@ class Group:
     component: str
     lr: float
     weight_decay: float
+    limits: tuple[float, float] | None = None  # values are clamped to this range after every step
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
         """``connector`` or, for the part without decay, ``connector (no decay)``."""
-        return self.component + ("" if self.weight_decay else " (no decay)")
+        kept = f" in [{self.limits[0]:.3g}, {self.limits[1]:.3g}]" if self.limits else ""
+        return self.component + ("" if self.weight_decay else " (no decay)") + kept
 
 
 def component_of(name: str, components: Components) -> str:
@@ -55,7 +58,7 @@ def decaying(module: nn.Module) -> set[str]:
     for prefix, owner in module.named_modules():
         in_norm = any("norm" in kind.__name__.lower() for kind in type(owner).__mro__)
         for name, parameter in owner.named_parameters(prefix, recurse=False):
-            if parameter.dim() >= 2 and not in_norm and not POSITION.search(name):
+            if parameter.dim() >= 2 and not in_norm:
                 out.add(name)
     return out
 
@@ -66,15 +69,17 @@ def groups_of(named: Mapping[str, nn.Parameter], decays: set[str], components: C
     Raises ValueError when nothing is trainable, when a parameter fits no component, or when ``lr_of`` names a component
     without trainable parameters (its rate would silently do nothing).
     """
-    groups: dict[tuple[str, bool], Group] = {}
+    groups: dict[tuple, Group] = {}
     for name, parameter in named.items():
         component = component_of(name, components)
         decay = config.weight_decay if name in decays else 0.0
-        group = groups.setdefault((component, bool(decay)), Group(component, config.lr_of.get(component, config.lr), decay))
+        limits = LIMITS.get(name.rsplit(".", 1)[-1])
+        made = Group(component, config.lr_of.get(component, config.lr), decay, limits)
+        group = groups.setdefault((component, bool(decay), limits), made)
         group.parameters[name] = parameter
     if not groups:
         raise ValueError("nothing is trainable: name components in train.trainable or adapters in train.lora")
-    present = sorted({component for component, _ in groups})
+    present = sorted({group.component for group in groups.values()})
     if idle := sorted(set(config.lr_of) - set(present)):
         raise ValueError(f"train.optimizer.lr_of names {idle[0]!r}, which has no trainable parameter; trained are {', '.join(present)}")
     return list(groups.values())
@@ -136,15 +141,28 @@ def adamw(groups: Sequence[Group], config: OptimizerConfig) -> torch.optim.Optim
                 )
     made = [
         {"params": list(g.parameters.values()), "lr": g.lr, "base_lr": g.lr, "weight_decay": g.weight_decay, "title": g.title}
+        | ({"limits": g.limits} if g.limits else {})
         for g in groups
     ]
     settings = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-    if config.kind == "adamw_8bit":
-        return _adamw_8bit(made, settings)
-    parameters = [parameter for group in groups for parameter in group.parameters.values()]
+    optimizer = _adamw_8bit(made, settings) if config.kind == "adamw_8bit" else _adamw(made, settings)
+    optimizer.register_step_post_hook(_keep_in_limits)
+    return optimizer
+
+
+@torch.no_grad()
+def _keep_in_limits(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    for group in optimizer.param_groups:
+        if "limits" in group:
+            for parameter in group["params"]:
+                parameter.clamp_(*group["limits"])
+
+
+def _adamw(groups: list[dict], settings: dict) -> torch.optim.Optimizer:
+    parameters = [parameter for group in groups for parameter in group["params"]]
     whole = all(type(p) is nn.Parameter and not hasattr(p, "ds_id") for p in parameters)
     fused = whole and all(p.device.type in FUSED_DEVICES for p in parameters)
-    return torch.optim.AdamW(made, **settings, fused=fused or None)
+    return torch.optim.AdamW(groups, **settings, fused=fused or None)
 
 
 def _adamw_8bit(groups: list[dict], settings: dict) -> torch.optim.Optimizer:

@@ -1,5 +1,7 @@
 """Parameter groups: each parameter once, own rates, decay by module type and shape."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -32,18 +34,20 @@ def test_every_trainable_parameter_is_in_exactly_one_group_with_its_components_r
     assert {rate[id(p)] for p in model.language.parameters()} == {2e-4}
 
 
-def test_norms_biases_positions_and_scales_do_not_decay():
-    assert decaying(Toy()) == {"connector.0.weight", "language.embed.weight", "language.plane_ln_up.weight"}
+def test_norms_biases_and_scales_do_not_decay():
+    assert decaying(Toy()) == {
+        "connector.0.weight", "language.embed.weight", "language.plane_ln_up.weight", "language.position_embeddings.weight"
+    }
 
 
-def test_decay_agrees_with_open_clips_name_rule_but_for_position_embeddings():
+def test_decay_agrees_with_open_clips_name_rule():
     open_clip = pytest.importorskip("open_clip")
     vision = {"image_size": 32, "layers": 1, "width": 64, "patch_size": 16}
     model = open_clip.CLIP(16, vision, {"context_length": 8, "vocab_size": 50, "width": 32, "heads": 2, "layers": 1})
     by_name = {
         name for name, p in model.named_parameters() if p.ndim >= 2 and not any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
     }
-    assert by_name - decaying(model) == {"positional_embedding", "visual.positional_embedding"}
+    assert by_name == decaying(model)
     assert decaying(model) <= by_name
 
 
@@ -114,3 +118,19 @@ def test_eight_bit_moments_come_out_as_fp32_and_go_back_within_a_code():
     assert (again["exp_avg"] - saved["exp_avg"]).abs().max() <= 0.01 * saved["exp_avg"].abs().max()
     assert torch.allclose(again["exp_avg_sq"], saved["exp_avg_sq"], rtol=1e-5, atol=0)
     assert fresh.state[weight]["step"] == 3
+
+
+def test_the_temperature_stays_in_its_range_without_decay_and_the_bias_is_left_alone():
+    model = nn.Module()
+    model.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+    model.logit_bias = nn.Parameter(torch.tensor(-10.0))
+    config = OptimizerConfig(lr=1.0, weight_decay=0.2)
+    optimizer = optimizer_factory(model, (("logit_", "scale"),), config)(dict(model.named_parameters()))
+    assert model.logit_scale.exp().item() == pytest.approx(14.2857, abs=1e-3)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.0]
+    for start, end in ((10.0, math.log(100)), (-3.0, 0.0)):
+        with torch.no_grad():
+            model.logit_scale.fill_(start)
+        (0 * model.logit_scale + 0 * model.logit_bias).backward()
+        optimizer.step()
+        assert model.logit_scale.item() == pytest.approx(end) and model.logit_bias.item() == -10.0

@@ -1,0 +1,249 @@
+"""Watches every step for what killed the ViT-L/14 run, and decides what to do (clip-training section 7; U29-U31).
+
+Watched: a non-finite loss on any process, a loss above median + threshold x MAD of the last steps, updates left out in a row, a
+loss scaler that keeps halving. The decision is the same on every process, is written to the run folder with the last steps, the
+keys of the offending batch and the activations of each block, and is never silent. Not here: loading checkpoints and changing the
+precision, which the loop does as the `Decision` says.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import fsspec
+import torch
+from torch import Tensor, nn
+
+from mmkit.config import Precision, StabilityConfig
+
+log = logging.getLogger(__name__)
+
+MIN_HISTORY = 3  # losses before the spike rule speaks, at the least
+MAD_FLOOR = 0.01  # of the median, and absolute: a window of near equal losses is no reason to call noise a spike
+HALVINGS = 5  # of the loss scaler within the window, without a growth between them
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the loop does next. ``rewind`` means: load the newest checkpoint of a step <= ``rewind_to``, keep the data position of now
+    (so that the offending window is not read again), go on in ``precision`` (None: the same) with learning rates x ``lr_factor``."""
+
+    action: Literal["continue", "stop", "skip", "rewind"]
+    step: int
+    cause: str = ""
+    message: str = ""
+    keys: tuple[str, ...] = ()
+    rewind_to: int | None = None
+    precision: Precision | None = None
+    lr_factor: float = 1.0
+
+    def __bool__(self) -> bool:
+        """True where something has to be done."""
+        return self.action != "continue"
+
+
+@dataclass
+class StabilityGuard:
+    """One a run, on every process. ``folder`` is the run folder (any fsspec path); None writes nothing.
+
+    ``any_device`` makes a flag true everywhere when it is true on one process; all processes call `observe` equally often.
+    """
+
+    config: StabilityConfig
+    folder: str | None = None
+    any_device: Callable[[bool], bool] = bool
+    is_main: bool = True
+    losses: deque = field(init=False)
+    ring: deque = field(init=False)
+    n_rewinds: int = 0
+    n_spikes: int = 0  # offending steps in a row
+    n_skipped: int = 0  # updates the backend left out in a row
+    total_skipped: int = 0
+    lr_factor: float = 1.0  # product over all rewinds
+    last_event: int | None = None  # step of the last rewind's cause
+    last_target: int | None = None  # step it went back to
+
+    def __post_init__(self):
+        self.losses = deque(maxlen=self.config.window)
+        self.ring = deque(maxlen=self.config.window)
+
+    @property
+    def limit(self) -> float:
+        """The loss above which a step is a spike; inf while there is too little history."""
+        if len(self.losses) < max(MIN_HISTORY, self.config.window // 4):
+            return math.inf
+        values = [loss for _, loss in self.losses]
+        median = statistics.median(values)
+        deviation = statistics.median(abs(value - median) for value in values)
+        return median + self.config.threshold * max(deviation, MAD_FLOOR * abs(median), MAD_FLOOR)
+
+    def observe(self, step: int, loss: float, *, keys: Sequence[str] = (), skipped: bool = False, **row: Any) -> Decision:
+        """Takes note of a finished step: ``loss`` over all devices, whether its update was left out, and anything worth keeping
+        (grad_norm, lr, logit_scale, scaler, max_logit ...; tensors are read only when an event is written). Returns the decision."""
+        self.ring.append({"step": step, "loss": loss, "skipped": bool(skipped), "keys": list(keys)} | row)
+        self.n_skipped = self.n_skipped + 1 if skipped else 0
+        self.total_skipped += bool(skipped)
+        cause = self._cause(loss)
+        if not self.any_device(bool(cause)):
+            self.n_spikes = 0
+            if math.isfinite(loss):
+                self.losses.append((step, float(loss)))
+            return Decision("continue", step)
+        self.n_spikes += 1
+        return self._decide(step, cause or "another process stopped here", loss, tuple(keys))
+
+    def _cause(self, loss: float) -> str:
+        if not math.isfinite(loss):
+            return "non-finite loss"
+        if loss > self.limit:
+            return "loss spike"
+        if self.n_skipped > self.config.max_skipped:
+            return "overflow"
+        return "loss scaler collapse" if self._halvings() >= HALVINGS and len(self.ring) == self.ring.maxlen else ""
+
+    def _halvings(self) -> int:
+        """How often in a row the loss scaler has fallen, looking back over the ring."""
+        scales = [float(row["scaler"]) for row in self.ring if row.get("scaler") is not None]
+        falls = 0
+        for before, after in zip(scales, scales[1:]):
+            falls = 0 if after > before else falls + (after < before)
+        return falls
+
+    def _decide(self, step: int, cause: str, loss: float, keys: tuple[str, ...]) -> Decision:
+        what = f"step {step}: {cause} (loss {loss:.6g}, limit {self.limit:.6g}, {self.n_skipped} updates skipped in a row)"
+        action = self.config.action
+        if action == "skip" and self.n_spikes <= self.config.max_skipped:
+            return Decision("skip", step, cause, f"{what}; batch skipped, {self.n_spikes} in a row", keys)
+        if action == "rewind" and self.n_rewinds < self.config.max_rewinds:
+            self.n_rewinds += 1
+            self.lr_factor *= self.config.rewind_lr_factor
+            target = self._target(step)
+            self.last_event = step
+            precision = self.config.rewind_precision
+            change = f", precision {precision}" if precision else ""
+            change += f", learning rate x {self.lr_factor:g}" if self.lr_factor != 1 else ""
+            message = f"{what}; going back to step {target} or earlier{change} (rewind {self.n_rewinds} of {self.config.max_rewinds})"
+            return Decision("rewind", step, cause, message, keys, target, precision, self.lr_factor)
+        tried = f" after {self.n_rewinds} rewinds" if action == "rewind" else f" after {self.n_spikes - 1} skips" if action == "skip" else ""
+        advice = "set stability.action to skip or rewind, lower the learning rate, or resume in bf16 or fp32"
+        return Decision("stop", step, cause, f"{what}; stopped{tried}: {advice}", keys)
+
+    def _target(self, step: int) -> int:
+        """The last step before the trouble; before the last target where that one failed again within a window."""
+        if self.last_target is not None and step - self.last_event <= self.config.window:
+            return min(self.last_target - 1, step - 1)
+        return step - 1
+
+    def rewound(self, step: int) -> None:
+        """The loop has gone back to the checkpoint of ``step``: later losses are forgotten."""
+        self.last_target = step
+        self.n_skipped = self.n_spikes = 0
+        self.losses = deque((pair for pair in self.losses if pair[0] <= step), maxlen=self.config.window)
+        self.ring.clear()
+
+    def write(self, decision: Decision, activations: list[dict] = (), **facts: Any) -> str | None:
+        """The event file ``stability/step-XXXXXXXX.json``: decision, last steps, activations, and what else the loop knows (the
+        checkpoint used, the data position). Returns its path; the main process writes, the others return None."""
+        if not self.is_main:
+            return None
+        log.warning("%s", decision.message)
+        if self.folder is None:
+            return None
+        path = f"{self.folder.rstrip('/')}/stability/step-{decision.step:08d}-{self.n_rewinds}.json"
+        event = {"decision": asdict(decision), "limit": _plain(self.limit), **facts}
+        event |= {"last_steps": [_plain(row) for row in self.ring], "activations": _plain(list(activations))}
+        with fsspec.open(path, "w", encoding="utf8", auto_mkdir=True) as file:
+            json.dump(event, file, indent=1)
+        return path
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resume needs: the window and the counts."""
+        names = ("n_rewinds", "n_spikes", "n_skipped", "total_skipped", "lr_factor", "last_event", "last_target")
+        return {name: getattr(self, name) for name in names} | {"losses": [list(pair) for pair in self.losses]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over `state_dict` of an earlier run."""
+        state = dict(state)
+        self.losses = deque((tuple(pair) for pair in state.pop("losses")), maxlen=self.config.window)
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+def events(folder: str) -> list[dict]:
+    """Every event file of a run folder, in the order of steps."""
+    system, root = fsspec.core.url_to_fs(folder)
+    paths = sorted(system.glob(f"{root.rstrip('/')}/stability/step-*.json"))
+    return [json.loads(system.cat_file(path)) for path in paths]
+
+
+def _plain(value: Any) -> Any:
+    """JSON without NaN: numbers of tensors, and text for what is not finite."""
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def activation_statistics(module: nn.Module, blocks: Sequence[str], forward: Callable[[], Any]) -> list[dict]:
+    """One row a block whose class is named in ``blocks``, in the order they ran: the largest finite |value|, the root mean square,
+    and how many values are not finite. ``forward`` runs the model once on the offending batch; all processes call this."""
+    rows: list[dict] = []
+
+    def record(name: str):
+        def hook(layer, inputs, output):
+            found = _first_tensor(output)
+            if found is not None:
+                value = found.detach().float()
+                finite = value.isfinite()
+                kept = torch.where(finite, value, torch.zeros_like(value))
+                row = {"block": name, "max": kept.abs().amax(), "rms": kept.square().mean().sqrt()}
+                rows.append(row | {"not_finite": (~finite).sum(), "values": value.numel(), "dtype": str(found.dtype)})
+
+        return hook
+
+    handles = [layer.register_forward_hook(record(name)) for name, layer in module.named_modules() if type(layer).__name__ in blocks]
+    try:
+        with torch.no_grad():
+            forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [_plain(row) for row in rows]
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
+    return next((found for value in values if (found := _first_tensor(value)) is not None), None)
+
+
+class Strain:
+    """Makes one layer work near the edge of half precision, as the L/14 run did by itself after 13 billion samples.
+
+    From training forward ``after`` on, the layer's output is multiplied by ``gain`` and divided by it again in its own dtype:
+    nothing changes in fp32 or bf16, and in fp16 every value above 65504 / gain becomes inf and the loss NaN.
+    """
+
+    def __init__(self, layer: nn.Module, gain: float, after: int = 0):
+        self.gain, self.after, self.n_forwards = gain, after, 0
+        self.handle = layer.register_forward_hook(self._strain)
+
+    def _strain(self, layer, inputs, output):
+        if layer.training:
+            self.n_forwards += 1
+        return output * self.gain / self.gain if self.n_forwards > self.after else output
+
+    def remove(self) -> None:
+        """Leaves the layer as it was."""
+        self.handle.remove()
