@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.patches import Patch
 
 from mmkit.figures.drawn import Drawn, blank
 
@@ -53,7 +54,7 @@ def cambrian_benchmarks() -> Drawn:
     rows = table("cambrian_benchmarks").dropna(subset=["general_avg"])
     figure, ax = blank(9, 4.5)
     bars(ax, list(rows.model), {shown: rows[f"{column}_avg"].to_numpy() for column, shown in CATEGORIES.items()})
-    ax.set(title="Cambrian-1 against other models", ylabel="category average")
+    ax.set(title="Cambrian-1 against other models", ylabel="category average", ylim=(40, 95))
     return Drawn("cambrian_benchmarks", figure, rows, source("cambrian_benchmarks"))
 
 
@@ -66,7 +67,7 @@ def cambrian_encoder_comparison() -> Drawn:
         ax.barh(rows.encoder, rows[column], color=rows.group.map(colours))
         ax.set(title=shown, xlim=(rows[column].min() - 3, rows[column].max() + 1))
     axes[0].invert_yaxis()
-    handles = [axes[0].barh([], [], color=colour, label=group) for group, colour in colours.items()]
+    handles = [Patch(color=colour, label=group) for group, colour in colours.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
     return Drawn("cambrian_encoder_comparison", figure, rows, source("cambrian_encoder_comparison"))
 
@@ -136,7 +137,8 @@ def cambrian_composition() -> Drawn:
     rows = table("cambrian_7m_sources").query("in_7m == 1")
     totals = rows.groupby("category").samples_k.sum().sort_values(ascending=False)
     figure, ax = blank(6.5, 5)
-    ax.pie(totals, labels=[f"{name} {100 * value / totals.sum():.1f}%" for name, value in totals.items()], wedgeprops={"width": 0.45}, startangle=90)
+    wedges, _ = ax.pie(totals, wedgeprops={"width": 0.45}, startangle=90)
+    ax.legend(wedges, [f"{name} {100 * value / totals.sum():.1f}%" for name, value in totals.items()], loc="center left", bbox_to_anchor=(1, 0.5))
     ax.set_title(f"Cambrian-7M: {totals.sum() / 1000:.2f}M samples, {len(rows)} sources")
     return Drawn("cambrian_composition", figure, rows, source("cambrian_7m_sources"))
 
