@@ -1,0 +1,179 @@
+"""From a model's config to the model, its tokenizer and its image transforms: the one place that puts the parts together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from mmkit.config import ClipConfig, ConfigError, EncoderConfig, ModelConfig
+from mmkit.models import packs
+from mmkit.models.convert.files import locate
+from mmkit.models.encoders import build_encoder, load_encoder, resolution_of, spec_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedTokenizerBase
+
+
+def build(config: ModelConfig, device: str | torch.device = "cpu", weights: bool = True) -> nn.Module:
+    """The model of ``config`` with its source weights.
+
+    ``weights=False`` or ``device="meta"`` reads no file: the same module tree, untrained or without memory. Encoders come
+    frozen; what else is trained is the training stage's choice.
+    """
+    read = weights and str(device) != "meta"
+    if isinstance(config, ClipConfig):
+        from mmkit.models.clip import build_clip
+
+        return build_clip(config, device, read)
+    from mmkit.models.language import load_language
+    from mmkit.models.vlm import VisionLanguageModel
+
+    encoders = [_encoder(encoder, device, read) for encoder in config.encoders]
+    folder = pack_folder(config.language.source) if read else None
+    language = load_language(config.language, device, weights=read, folder=folder)
+    with torch.device(device):
+        return VisionLanguageModel(config, language, encoders)
+
+
+def _encoder(config: EncoderConfig, device: str | torch.device, read: bool) -> nn.Module:
+    if not read or config.weights == "random":
+        return build_encoder(config, device)
+    with SkipInit():
+        encoder = build_encoder(config, device)
+    return load_encoder(encoder, config)
+
+
+class SkipInit(TorchFunctionMode):
+    """While active, random initialisation does nothing: every weight is read from a file afterwards, and 10^9 draws take a minute."""
+
+    NAMES = frozenset(
+        ("normal_", "uniform_", "trunc_normal_", "_no_grad_trunc_normal_", "erfinv_", "kaiming_uniform_", "kaiming_normal_",
+         "xavier_uniform_", "xavier_normal_", "orthogonal_")
+    )  # fmt: skip
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Returns the tensor untouched where ``func`` would fill it with random numbers."""
+        if getattr(func, "__name__", "") in self.NAMES:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def pack_folder(source: str | None) -> Path | None:
+    """The cache folder of a ``pack:NAME`` language model, None for any other source."""
+    return packs.language_folder(source.removeprefix("pack:")) if source and source.startswith("pack:") else None
+
+
+# ---------------------------------------------------------------- tokenizer
+
+
+def tokenizer(config: ModelConfig, folder: str | Path | None = None):
+    """The tokenizer of ``config``, from ``folder`` (an export's ``tokenizer/``) where one is given.
+
+    For language models: a fast Hugging Face tokenizer with the region token added where regions are configured and a pad token
+    set. ConfigError where it has more entries than the model's vocabulary.
+    """
+    if isinstance(config, ClipConfig):
+        from mmkit.models.clip import clip_tokenizer
+
+        return clip_tokenizer(config)
+    source = str(folder) if folder else config.language.tokenizer or config.language.source
+    out = _tokenizer_from(source)
+    if config.regions and config.regions.token not in out.get_vocab():
+        out.add_tokens([config.regions.token], special_tokens=True)
+    if out.pad_token is None:
+        out.pad_token = out.unk_token or out.eos_token
+    out.padding_side = config.language.padding_side
+    size = config.language.architecture.get("vocab_size")
+    if size is not None and len(out) > size:
+        raise ConfigError(f"tokenizer {source!r} has {len(out)} entries, language.architecture.vocab_size is {size}; use at least {len(out)}")
+    return out
+
+
+def _tokenizer_from(source: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    if source == "random":
+        raise ConfigError("language.source 'random' brings no tokenizer; set language.tokenizer, e.g. to 'bytes'")
+    if source == "bytes":
+        return packs.byte_tokenizer()
+    path = pack_folder(source) or locate(source)
+    try:
+        out = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"no tokenizer could be read from {source!r}: {error}") from None
+    if not out.is_fast:
+        raise ConfigError(f"tokenizer {source!r} is a slow one and gives no character offsets; add its tokenizer.json")
+    return out
+
+
+# ---------------------------------------------------------------- images
+
+
+def image_transforms(config: ModelConfig, train: bool = False, augment_scale: tuple[float, float] = (0.9, 1.0)) -> list[Callable]:
+    """One callable an encoder: PIL image -> normalised float tensor (3, h, w).
+
+    ``train`` and ``augment_scale`` matter to contrastive models only, whose training crops at random.
+    """
+    if isinstance(config, ClipConfig):
+        from mmkit.models.clip import clip_transform
+
+        return [clip_transform(config, train, augment_scale)]
+    return [encoder_transform(encoder, config.image_fit) for encoder in config.encoders]
+
+
+def encoder_transform(config: EncoderConfig, fit: str = "pad") -> ImageTransform:
+    """The transform of one encoder (reference: Cambrian-1's released code; pad colours as published)."""
+    spec = spec_of(config)
+    return ImageTransform(resolution_of(config), spec.mean, spec.std, tuple(int(255 * value) for value in spec.pad_mean), fit)
+
+
+class ImageTransform:
+    """PIL image -> (3, side, side): fitted to a square, resized with Pillow's bicubic filter, scaled to 0..1, normalised."""
+
+    def __init__(self, side: int, mean, std, pad: tuple[int, int, int], fit: str):
+        self.side, self.pad, self.fit = side, pad, FITS[fit]
+        self.mean, self.std = (torch.tensor(value, dtype=torch.float32)[:, None, None] for value in (mean, std))
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """image of any size and mode -> (3, side, side) float32."""
+        image = self.fit(image.convert("RGB"), self.side, self.pad)
+        if image.size != (self.side, self.side):
+            image = image.resize((self.side, self.side), Image.Resampling.BICUBIC)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)  # (h, w, 3) -> (3, h, w)
+        return (pixels.float() / 255 - self.mean) / self.std
+
+
+def letter_box(image: Image.Image, side: int, pad: tuple[int, int, int]) -> Image.Image:
+    """``image`` in the middle of a square of its longer side, borders in colour ``pad``."""
+    width, height = image.size
+    if width == height:
+        return image
+    long = max(width, height)
+    square = Image.new("RGB", (long, long), pad)
+    square.paste(image, ((long - width) // 2, (long - height) // 2))
+    return square
+
+
+def centre_crop(image: Image.Image, side: int, pad: tuple[int, int, int]) -> Image.Image:
+    """``image`` with its shorter side resized to ``side``, then the middle square (the CLIP processor's order)."""
+    width, height = image.size
+    short = min(width, height)
+    image = image.resize((width * side // short, height * side // short), Image.Resampling.BICUBIC)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    return image.crop((left, top, left + side, top + side))
+
+
+def stretch(image: Image.Image, side: int, pad: tuple[int, int, int]) -> Image.Image:
+    """``image`` itself: the resize to a square that follows does not keep its aspect."""
+    return image
+
+
+FITS: dict[str, Callable] = {"pad": letter_box, "square": centre_crop, "stretch": stretch}
