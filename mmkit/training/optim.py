@@ -167,7 +167,7 @@ def _adamw(groups: list[dict], settings: dict) -> torch.optim.Optimizer:
 
 def _adamw_8bit(groups: list[dict], settings: dict) -> torch.optim.Optimizer:
     try:
-        from mmkit.training.optim8bit import AdamW8bit
+        import bitsandbytes
     except ImportError as error:
         raise ValueError(f"optimizer kind 'adamw_8bit' needs bitsandbytes ({error}); install it or use 'adamw'") from error
-    return AdamW8bit(groups, **settings)
+    return bitsandbytes.optim.AdamW8bit(groups, **settings)

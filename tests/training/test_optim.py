@@ -97,40 +97,13 @@ def test_table_shows_rate_decay_and_counts():
     assert len(table_text(rows).splitlines()) == len(rows) + 1
 
 
-def test_eight_bit_moments_come_out_as_fp32_and_go_back_within_a_code():
+def test_eight_bit_moments_are_kept_in_bytes_and_its_groups_carry_rates():
     pytest.importorskip("bitsandbytes")
-    torch.manual_seed(0)
     model = nn.ModuleDict({"connector": nn.Linear(128, 64)})
-    config = OptimizerConfig(kind="adamw_8bit", lr=1e-3)
-    make = optimizer_factory(model, COMPONENTS, config)
-    optimizer = make(named(model))
-    weight = model["connector"].weight
-    for _ in range(3):
-        model["connector"](torch.randn(8, 128)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert optimizer.state[weight]["state1"].dtype == torch.uint8
-    saved = optimizer.moments(weight)
-    assert saved["exp_avg"].dtype == torch.float32 and saved["exp_avg"].any()
-    fresh = make(named(model))
-    fresh.set_moments(weight, saved["exp_avg"], saved["exp_avg_sq"], 3)
-    again = fresh.moments(weight)
-    assert (again["exp_avg"] - saved["exp_avg"]).abs().max() <= 0.01 * saved["exp_avg"].abs().max()
-    assert torch.allclose(again["exp_avg_sq"], saved["exp_avg_sq"], rtol=1e-5, atol=0)
-    assert fresh.state[weight]["step"] == 3
-
-
-def test_the_temperature_stays_in_its_range_without_decay_and_the_bias_is_left_alone():
-    model = nn.Module()
-    model.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
-    model.logit_bias = nn.Parameter(torch.tensor(-10.0))
-    config = OptimizerConfig(lr=1.0, weight_decay=0.2)
-    optimizer = optimizer_factory(model, (("logit_", "scale"),), config)(dict(model.named_parameters()))
-    assert model.logit_scale.exp().item() == pytest.approx(14.2857, abs=1e-3)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.0]
-    for start, end in ((10.0, math.log(100)), (-3.0, 0.0)):
-        with torch.no_grad():
-            model.logit_scale.fill_(start)
-        (0 * model.logit_scale + 0 * model.logit_bias).backward()
-        optimizer.step()
-        assert model.logit_scale.item() == pytest.approx(end) and model.logit_bias.item() == -10.0
+    optimizer = optimizer_factory(model, COMPONENTS, OptimizerConfig(kind="adamw_8bit", lr=1e-3))(named(model))
+    before = model["connector"].weight.detach().clone()
+    model["connector"](torch.randn(8, 128)).square().mean().backward()
+    optimizer.step()
+    assert optimizer.state[model["connector"].weight]["state1"].dtype == torch.uint8
+    assert (model["connector"].weight - before).abs().max() == pytest.approx(1e-3, rel=0.1)  # Adam's first step is lr
+    assert [group["base_lr"] for group in optimizer.param_groups] == [1e-3]
