@@ -1,0 +1,181 @@
+"""Any Hugging Face causal language model, by config: loaded, checked, and run on positions that may be padded, packed or cached.
+
+What a position may attend to is data (`Places`), not a property of the family: padding, several conversations in a row, parallel
+questions about one image and cached keys are all one comparison between query and key places.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmkit.config import LanguageConfig
+
+if TYPE_CHECKING:
+    from transformers import Cache, PretrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+class Places(NamedTuple):
+    """Where positions are: index in the sequence, conversation (0 = not real), branch (0 = shared), position id; all (B, L)."""
+
+    index: Tensor
+    segments: Tensor
+    branches: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Tensor]) -> Places:
+        """Of a batch; without ``segments`` every position is real, without ``positions`` real ones count up from 0."""
+        ids = batch["input_ids"]
+        segments = batch["segments"] if "segments" in batch else batch.get("attention_mask", torch.ones_like(ids)).long()
+        positions = batch["positions"] if "positions" in batch else ((segments > 0).long().cumsum(1) - 1).clamp(min=0)
+        branches = batch["branches"] if "branches" in batch else torch.zeros_like(ids)
+        return cls(torch.arange(ids.shape[1], device=ids.device).expand_as(ids), segments, branches, positions)
+
+    def then(self, other: Places) -> Places:
+        """These places followed by others."""
+        return Places(*(torch.cat(pair, dim=1) for pair in zip(self, other, strict=True)))
+
+
+def visible(query: Places, key: Places) -> Tensor:
+    """(B, Q, K) bool: same conversation, not later, and of the shared part or the same branch; each position sees itself.
+
+    The last rule keeps rows that see nothing (padding) free of NaN.
+    """
+    q, k = Places(*(part[:, :, None] for part in query)), Places(*(part[:, None, :] for part in key))
+    together = (q.segments == k.segments) & (k.segments > 0) & ((k.branches == 0) | (k.branches == q.branches))
+    return (together & (k.index <= q.index)) | (k.index == q.index)
+
+
+def load_language(config: LanguageConfig, device: str | torch.device = "cpu", weights: bool = True, folder: str | Path | None = None):
+    """The causal language model of ``config``: full architecture, and its weights unless ``weights`` is False or nothing is to be read.
+
+    ``folder`` replaces ``config.source`` where the caller knows a local copy. Raises ValueError where the weights do not fit the
+    architecture; a larger vocabulary in the architecture adds rows (the mean of the old ones).
+    """
+    from transformers import AutoModelForCausalLM
+
+    wanted = hf_config(config.architecture)
+    if str(device) == "meta" or not weights or config.source == "random":
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(wanted, attn_implementation=attention(wanted), dtype=torch.float32)
+    return _from_weights(str(folder or config.source), wanted).to(device)
+
+
+def hf_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
+    """The transformers config of an ``architecture`` mapping; ValueError for a model type or activation it does not have."""
+    from transformers import AutoConfig
+    from transformers.activations import ACT2FN
+
+    fields = dict(architecture)
+    if "model_type" not in fields:
+        raise ValueError("language.architecture has no model_type; add the transformers name, e.g. model_type: llama")
+    for name in ("hidden_act", "hidden_activation", "activation_function"):
+        value = fields.get(name)
+        if value is not None and value not in ACT2FN:
+            near = difflib.get_close_matches(str(value), list(ACT2FN), n=1)
+            raise ValueError(f"language.architecture.{name} {value!r} is not an activation of transformers" + (f"; did you mean {near[0]!r}?" if near else ""))
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
+def attention(config: PretrainedConfig) -> str:
+    """``sdpa``, or ``eager`` for families that cap attention scores, which sdpa cannot."""
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+
+
+def _from_weights(folder: str, wanted: PretrainedConfig) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    stored = AutoConfig.from_pretrained(folder)
+    for name in ("model_type", *SIZES):
+        here, there = getattr(wanted, name, None), getattr(stored, name, None)
+        if here != there:
+            raise ValueError(f"language.architecture.{name} is {here}, the weights in {folder} have {there}; set it to {there}")
+    if wanted.vocab_size < stored.vocab_size:
+        raise ValueError(
+            f"language.architecture.vocab_size {wanted.vocab_size} is smaller than the {stored.vocab_size} of the weights in {folder}; "
+            f"use at least {stored.vocab_size}"
+        )
+    vocabulary = wanted.vocab_size
+    wanted.vocab_size = stored.vocab_size
+    language, report = AutoModelForCausalLM.from_pretrained(
+        folder, config=wanted, attn_implementation=attention(wanted), dtype=torch.float32, output_loading_info=True
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"weights in {folder} lack {len(missing)} tensors: {', '.join(missing[:8])}")
+    if vocabulary > stored.vocab_size:
+        grow_vocabulary(language, vocabulary)
+    return language
+
+
+def grow_vocabulary(language: PreTrainedModel, size: int) -> None:
+    """Adds rows to the embedding and the head, each the mean of the old rows."""
+    old = language.get_input_embeddings().weight.shape[0]
+    language.resize_token_embeddings(size, mean_resizing=False)
+    tables = (language.get_input_embeddings(), language.get_output_embeddings())
+    with torch.no_grad():
+        for table in tables:
+            table.weight[old:] = table.weight[:old].mean(0)
+
+
+def decoder_layers(language: PreTrainedModel) -> nn.ModuleList:
+    """The list of decoder layers, whatever the family calls it."""
+    count = text_config(language).num_hidden_layers
+    for module in language.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(f"no list of {count} decoder layers found in {type(language).__name__}")
+
+
+def text_config(language: PreTrainedModel) -> PretrainedConfig:
+    """The config of the text decoder (some families nest it)."""
+    return language.config.get_text_config(decoder=True)
+
+
+def run(language: PreTrainedModel, embeds: Tensor, query: Places, key: Places | None = None, cache: Cache | None = None) -> Tensor:
+    """Hidden states (B, Q, D) after the final norm of embeddings (B, Q, D) at ``query``; ``key`` covers cached positions too."""
+    masks = attention_masks(language, query, key or query, embeds.dtype)
+    options = {"cache": cache} if cache is not None else {}
+    return language.get_decoder()(
+        inputs_embeds=embeds, attention_mask=masks, position_ids=query.positions, use_cache=cache is not None, **options
+    ).last_hidden_state
+
+
+def attention_masks(language: PreTrainedModel, query: Places, key: Places, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    """(B, 1, Q, K) masks in the form the family wants: one, or one per type of layer where some see a sliding window only."""
+    config = text_config(language)
+    full = visible(query, key)[:, None]
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"language model {config.model_type!r} has layers of type {min(unknown)!r}; only attention layers can be packed and padded")
+    window = getattr(config, "sliding_window", None)
+    masks = {"full_attention": full}
+    if window and kinds != {"full_attention"}:
+        near = query.positions[:, :, None] - key.positions[:, None, :] < window
+        masks["sliding_attention"] = full & near[:, None]
+    if language.config._attn_implementation == "eager":  # adds its mask to the scores
+        masks = {name: torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min) for name, mask in masks.items()}
+    if "sliding_attention" in kinds:
+        return masks
+    return masks.get("sliding_attention", masks["full_attention"])
+
+
+def adjust_logits(language: PreTrainedModel, logits: Tensor) -> Tensor:
+    """What some families do to the head's output: Gemma caps it, Cohere and Granite scale it."""
+    config = text_config(language)
+    if scale := getattr(config, "logit_scale", None):
+        logits = logits * scale
+    if divisor := getattr(config, "logits_scaling", None):
+        logits = logits / divisor
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = torch.tanh(logits / cap) * cap
+    return logits
