@@ -120,10 +120,13 @@ class Box:
         union = self.area + other.area - shared
         return shared / union if union > 0 else 0.0
 
-    def text(self, steps: int = 1000) -> str:
-        """``[x1, y1, x2, y2]`` or, for a point, ``[x, y]`` on the whole-number grid (Ferret section 3)."""
+    def text(self, steps: int = 1000, point: bool | None = None) -> str:
+        """``[x1, y1, x2, y2]`` or, for a point, ``[x, y]`` on the whole-number grid (Ferret section 3).
+
+        ``point`` False writes four numbers for a box of one pixel too; None goes by the corners.
+        """
         box = self.to(grid(steps))
-        numbers = (box.x1, box.y1) if self.is_point else box.corners
+        numbers = (box.x1, box.y1) if (self.is_point if point is None else point) else box.corners
         return "[" + ", ".join(str(int(number)) for number in numbers) + "]"
 
 

@@ -127,7 +127,7 @@ class Formatter:
             asks = turn.role == "user" and self.region_token is not None
             parts, end = [], 0
             for match in _MARKER.finditer(turn.text):
-                words = [] if match[0] == REGION_FEATURE else [example.regions[count].box.text()]
+                words = [] if match[0] == REGION_FEATURE else [example.regions[count].text]
                 if asks:
                     words.append(self.region_token)
                     used.append(count)

@@ -92,6 +92,11 @@ class Region:
     mask: Any = None
     image: int = 0
 
+    @property
+    def text(self) -> str:
+        """Its coordinates on the whole-number grid: two numbers for a point, else four (a mask's are its bounding box)."""
+        return self.box.text(point=self.kind == "point")
+
 
 @dataclass(frozen=True)
 class Example:

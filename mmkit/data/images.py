@@ -1,0 +1,147 @@
+"""Pictures from paths, bytes and arrays to upright RGB, whatever their kind.
+
+Pillow decodes: see ``DECODER`` for the measurement. Every failure is an `ImageError` that says which picture and why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from mmkit.data.example import ImageRef
+
+DECODER = "Pillow"
+MAX_PIXELS = 178_956_970  # Pillow's own limit for a decompression bomb; 512 MB as RGB
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # EXIF tag; values that swap width and height
+
+
+class ImageError(ValueError):
+    """A picture that cannot be used; ``reason`` is a short word for counting."""
+
+    def __init__(self, message: str, reason: str = "undecodable image"):
+        super().__init__(message)
+        self.message, self.reason = message, reason
+
+    def __reduce__(self):
+        return (ImageError, (self.message, self.reason))
+
+
+def open_image(ref: ImageRef, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The picture as upright RGB: first frame, EXIF rotation applied, transparency over white, 16-bit scaled to 8.
+
+    Raises ImageError for a missing, truncated, unknown or too large picture.
+    """
+    if isinstance(ref.data, np.ndarray):
+        return _to_rgb(Image.fromarray(ref.data))
+    image = _lazy(ref, max_pixels)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image.load()
+            if _orientation(image) not in (None, 1):
+                image = ImageOps.exif_transpose(image)
+            return _to_rgb(image)
+    except (OSError, SyntaxError, ValueError, EOFError) as error:  # what Pillow's decoders raise on damaged data
+        reason = "truncated image" if "trunc" in str(error).lower() else "undecodable image"
+        raise ImageError(f"image {_name(ref)} does not decode ({error})", reason) from None
+
+
+def image_size(ref: ImageRef, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """Upright (width, height), read from the header alone."""
+    if isinstance(ref.data, np.ndarray):
+        return ref.data.shape[1], ref.data.shape[0]
+    image = _lazy(ref, max_pixels)
+    return image.size[::-1] if _orientation(image) in _TURNED else image.size
+
+
+def content_hash(ref: ImageRef) -> str:
+    """SHA-256 of the picture's bytes (or pixels): the same picture under two names has one hash."""
+    data = ref.data
+    if isinstance(data, str | Path):
+        try:
+            data = _read(data)
+        except OSError as error:
+            raise ImageError(f"image {_name(ref)} cannot be read ({error})", "missing image") from None
+    elif not isinstance(data, bytes):
+        array = np.asarray(data)
+        data = repr((array.shape, array.dtype.str)).encode() + array.tobytes()
+    return hashlib.sha256(data).hexdigest()
+
+
+def _lazy(ref: ImageRef, max_pixels: int) -> Image.Image:
+    """The opened, not yet decoded picture."""
+    data: Any = ref.data
+    if isinstance(data, Image.Image):
+        return data
+    try:
+        if isinstance(data, str) and "://" in data:
+            data = _read(data)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data)
+    except FileNotFoundError:
+        raise ImageError(f"image {_name(ref)} does not exist", "missing image") from None
+    except Image.DecompressionBombError:
+        raise ImageError(f"image {_name(ref)} has more than the allowed {max_pixels:,} pixels", "too large image") from None
+    except UnidentifiedImageError:
+        raise ImageError(f"image {_name(ref)} is of no known image format") from None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ImageError(f"image {_name(ref)} cannot be opened ({error})") from None
+    if image.width * image.height > max_pixels:
+        raise ImageError(
+            f"image {_name(ref)} has {image.width}x{image.height} pixels, more than the allowed {max_pixels:,}", "too large image"
+        )
+    return image
+
+
+def _orientation(image: Image.Image) -> int | None:
+    """EXIF orientation; reading it is skipped where the format has none, since parsing EXIF is slow."""
+    if image.format not in ("JPEG", "MPO", "TIFF", "WEBP", "PNG", "HEIF", "AVIF"):
+        return None
+    if image.format == "JPEG" and "exif" not in image.info:
+        return None
+    try:
+        return image.getexif().get(_ORIENTATION)
+    except (OSError, SyntaxError, ValueError, KeyError):  # damaged EXIF must not lose a good picture
+        return None
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith(("I", "F")):
+        return _from_deep(image)
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")
+
+
+def _from_deep(image: Image.Image) -> Image.Image:
+    """16-bit or float grey to RGB: 0..65535 becomes 0..255 (Pillow alone would clip at 255); values up to 255 stay."""
+    values = np.asarray(image).astype(np.float64)
+    if values.size and image.mode.startswith("I") and values.max() > 255:
+        values = values / 257
+    elif values.size and image.mode == "F" and values.max() <= 1:
+        values = values * 255
+    return Image.fromarray(values.clip(0, 255).round().astype(np.uint8)).convert("RGB")
+
+
+def _read(path: str | Path) -> bytes:
+    if "://" in str(path):
+        import fsspec
+
+        with fsspec.open(str(path), "rb") as file:
+            return file.read()
+    return Path(path).read_bytes()
+
+
+def _name(ref: ImageRef) -> str:
+    return repr(ref.name or (str(ref.data) if isinstance(ref.data, str | Path) else type(ref.data).__name__))
