@@ -7,10 +7,11 @@ opened with ``torch.load(mmap=True, weights_only=True)``, so nothing in them is 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 
 REMAP_BYTES = 1 << 30
 PICKLED = (".bin", ".pt", ".pth")
@@ -118,3 +119,29 @@ def pickled(file: Path) -> dict[str, torch.Tensor]:
     if not isinstance(content, dict) or not content:
         raise ValueError(f"{file} holds a {type(content).__name__}, not a dict of tensors")
     return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
+
+
+def fill(model: nn.Module, stream: Iterable[tuple[str, torch.Tensor]], source: str, optional: Callable[[str], bool] = lambda name: False) -> None:
+    """Copies a stream of (name, tensor) into ``model``; ValueError listing every missing, unexpected or misshapen tensor by name.
+
+    Tensors for which ``optional`` is true may be missing. Tied tensors need one of their names only.
+    """
+    state = model.state_dict()
+    tied: dict[int, set[str]] = {}
+    for name, value in state.items():
+        tied.setdefault(value.data_ptr() if value.numel() and not value.is_meta else id(value), set()).add(name)
+    partners = {name: group for group in tied.values() for name in group}
+    found: set[str] = set()
+    problems = []
+    for name, tensor in stream:
+        if name not in state:
+            problems.append(f"unexpected {name}")
+        elif state[name].shape != tensor.shape:
+            problems.append(f"{name} has shape {tuple(tensor.shape)}, the model needs {tuple(state[name].shape)}")
+            found |= partners[name]
+        else:
+            state[name].copy_(tensor)
+            found |= partners[name]
+    problems = [f"missing {name}" for name in state if name not in found and not optional(name)] + problems
+    if problems:
+        raise ValueError(f"{source} does not fit the model: {len(problems)} tensors: " + "; ".join(problems))
