@@ -1,0 +1,174 @@
+"""Who am I among how many processes: torchrun's, SLURM's or a TPU pod's variables, or one process alone.
+
+`process_environment` is a pure function of the variables; `init_distributed` connects the processes and names those missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from mmkit.config import ConfigError
+
+log = logging.getLogger(__name__)
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_NODELIST", "SLURM_JOB_ID")
+TPU_POD = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
+TPU_PORT = 8479  # any fixed port that libtpu (8471, 8476) does not use
+
+
+@dataclass(frozen=True)
+class ProcessEnvironment:
+    """One process's place: its rank, its rank on this machine, all processes, where rank 0 listens, who said so."""
+
+    rank: int
+    local_rank: int
+    world: int
+    address: str
+    port: int
+    source: str
+
+    def variables(self) -> dict[str, str]:
+        """The same facts as torchrun's five variables, for libraries that read those."""
+        return dict(zip(TORCHRUN, map(str, (self.rank, self.local_rank, self.world, self.address, self.port)), strict=True))
+
+
+def process_environment(env: Mapping[str, str]) -> ProcessEnvironment:
+    """The place that ``env`` describes. Torchrun's variables win over SLURM's, SLURM's over a TPU pod's.
+
+    MASTER_ADDR and MASTER_PORT alone override what SLURM's variables give. ConfigError names the missing variables where a set
+    is incomplete, and the variable that is not a number.
+    """
+    if any(name in env for name in TORCHRUN[:3]):
+        return _from_torchrun(env)
+    if "SLURM_PROCID" in env and env.get("SLURM_NTASKS", "2") != "1":
+        return _from_slurm(env)
+    if env.get("TPU_WORKER_HOSTNAMES", "").count(","):
+        return _from_tpu_pod(env)
+    address = env.get("MASTER_ADDR", "127.0.0.1")
+    return ProcessEnvironment(0, 0, 1, address, _number(env, "MASTER_PORT", 0) or free_port(), "one process")
+
+
+def _from_torchrun(env: Mapping[str, str]) -> ProcessEnvironment:
+    _require(env, TORCHRUN, "start with torchrun, set all of them, or unset them for one process")
+    rank, local_rank, world = (_number(env, name) for name in TORCHRUN[:3])
+    return _checked(ProcessEnvironment(rank, local_rank, world, env["MASTER_ADDR"], _number(env, "MASTER_PORT"), "torchrun"))
+
+
+def _from_slurm(env: Mapping[str, str]) -> ProcessEnvironment:
+    _require(env, SLURM, "start with srun, or unset SLURM_PROCID for one process")
+    rank, world = _number(env, "SLURM_PROCID"), _number(env, "SLURM_NTASKS")
+    hosts = expand_hosts(env["SLURM_JOB_NODELIST"])
+    local_rank = _number(env, "SLURM_LOCALID", rank % max(world // len(hosts), 1))
+    port = _number(env, "MASTER_PORT", 20000 + _number(env, "SLURM_JOB_ID") % 20000)
+    return _checked(ProcessEnvironment(rank, local_rank, world, env.get("MASTER_ADDR", hosts[0]), port, "SLURM"))
+
+
+def _from_tpu_pod(env: Mapping[str, str]) -> ProcessEnvironment:
+    _require(env, TPU_POD, "they come with a TPU VM; unset TPU_WORKER_HOSTNAMES for one host")
+    hosts = env["TPU_WORKER_HOSTNAMES"].split(",")
+    port = _number(env, "MASTER_PORT", TPU_PORT)
+    return _checked(ProcessEnvironment(_number(env, "TPU_WORKER_ID"), 0, len(hosts), env.get("MASTER_ADDR", hosts[0]), port, "TPU pod"))
+
+
+def _require(env: Mapping[str, str], names: tuple[str, ...], hint: str) -> None:
+    if missing := [name for name in names if not env.get(name)]:
+        present = [name for name in names if env.get(name)]
+        raise ConfigError(f"environment has {', '.join(present)} but not {', '.join(missing)}; {hint}")
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if not text and default is not None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"environment variable {name}={text!r} is not a whole number") from None
+
+
+def _checked(place: ProcessEnvironment) -> ProcessEnvironment:
+    if not 0 <= place.rank < place.world:
+        raise ConfigError(f"rank {place.rank} from {place.source} is not below the {place.world} processes it gives")
+    return place
+
+
+def expand_hosts(text: str) -> list[str]:
+    """``gpu[03-05,11],login`` -> gpu03, gpu04, gpu05, gpu11, login: SLURM's short form written out, zeros kept."""
+    hosts = [host for part in re.split(r",(?![^\[]*\])", text.strip()) for host in _expand(part.strip()) if host]
+    if not hosts:
+        raise ConfigError(f"SLURM_JOB_NODELIST={text!r} names no host")
+    return hosts
+
+
+def _expand(part: str) -> list[str]:
+    match = re.match(r"([^\[]*)\[([^\]]*)\](.*)$", part)
+    if not match:
+        return [part]
+    before, ranges, after = match.groups()
+    numbers = []
+    for item in ranges.split(","):
+        first, _, last = item.partition("-")
+        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
+    return [before + number + rest for number in numbers for rest in _expand(after)]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# ---------------------------------------------------------------- connecting
+
+
+def init_distributed(device_type: str = "cpu", timeout: float = 600.0) -> ProcessEnvironment:
+    """Connect this process to the others and return its place; a second call returns the same place.
+
+    gloo carries host tensors and Python objects, NCCL those of CUDA devices. Processes that do not show up within ``timeout``
+    seconds are named in a ConfigError; so is a port that is taken.
+    """
+    place = process_environment(os.environ)
+    if dist.is_initialized():
+        return place
+    os.environ.update(place.variables())
+    log.info("process %d of %d (local %d) from %s, rank 0 at %s:%d", place.rank, place.world, place.local_rank, place.source,
+             place.address, place.port)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+        store=_meet(place, timeout),
+        rank=place.rank,
+        world_size=place.world,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    return place
+
+
+def _meet(place: ProcessEnvironment, timeout: float) -> dist.Store:
+    """The store all processes have signed; those that have not after ``timeout`` seconds are named."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun itself listens on the port
+    wait = datetime.timedelta(seconds=timeout)
+    try:
+        server = place.rank == 0 and not agent
+        store = dist.TCPStore(place.address, place.port, place.world, server, timeout=wait, wait_for_workers=False)
+    except dist.DistNetworkError as error:
+        taken = "in use" in str(error)
+        what = "is taken; set MASTER_PORT" if taken else f"does not answer within {timeout:.0f} s: rank 0 is missing there"
+        raise ConfigError(f"rank {place.rank}: {place.address}:{place.port} {what} (from {place.source})") from error
+    store = dist.PrefixStore(f"mmkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store.set(f"here/{place.rank}", "1")
+    keys = [f"here/{rank}" for rank in range(place.world)]
+    with contextlib.suppress(dist.DistStoreError):
+        store.wait(keys, wait)
+        return store
+    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    raise ConfigError(f"rank {place.rank}: after {timeout:.0f} s ranks {missing} of {place.world} have not come to {place.address}:{place.port}")

@@ -1,0 +1,375 @@
+"""Memory, time and cost of a run, from its config and its parameter counts, before a weight is read.
+
+Weights, gradients and optimizer state follow from counts and storage and are exact but for padding. Activations follow from shapes and
+are an estimate: what backward keeps of each layer, by component. Dataset size plays no part in memory.
+
+Not here: building the (meta) model that is counted; that is `mmkit.launch.preflight`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mmkit.config import ConfigError, RunConfig, TrainConfig, nearest
+
+GIB = 2**30
+ADAM_BYTES = {"adamw": 8.0, "adamw_8bit": 2.04}  # both moments of a parameter; 8-bit keeps one fp32 scale a block of 256
+QUANTISED_BYTES = {4: 0.5 + (1 + 4 / 256) / 64, 8: 1.0 + 4 / 4096, 16: 2.0}  # nf4 with double quantisation; int8 with a scale a row
+EFFICIENCY = 0.35  # share of the peak that training reaches, activation recomputing apart
+
+
+class TooLargeError(ConfigError):
+    """The run needs more memory than the machine has; the message says how much and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Parameters of one component of a model."""
+
+    component: str
+    parameters: int
+    trained: int = 0  # of them, without adapters
+    adapters: int = 0  # LoRA parameters added to it
+    linear: int = 0  # weights of its linear layers but the head: what quantisation stores in few bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Over how many devices a backend cuts each kind of state, and bytes a trained parameter it keeps besides."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    master: float = 0.0  # ZeRO keeps the weights it updates as a second, cut copy
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What a run has: ``devices`` of ``memory`` bytes and ``flops`` a second each."""
+
+    name: str
+    devices: int
+    memory: int
+    flops: float
+    shared: bool = False  # the devices share one memory, as processes on a CPU do
+    price: float | None = None  # USD of one device for one hour
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """Bytes on one device."""
+
+    component: str
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All four together."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+ACCELERATORS: dict[str, Machine] = {  # memory and dense bf16 peak of one device, from the makers' data sheets
+    "a100-40gb": Machine("A100 40GB", 1, 40 * GIB, 312e12),
+    "a100-80gb": Machine("A100 80GB", 1, 80 * GIB, 312e12),
+    "h100-80gb": Machine("H100 80GB", 1, 80 * GIB, 989e12),
+    "h200-141gb": Machine("H200 141GB", 1, 141 * 10**9, 989e12),
+    "l4-24gb": Machine("L4 24GB", 1, 24 * GIB, 121e12),
+    "rtx-4090": Machine("RTX 4090 24GB", 1, 24 * GIB, 165e12),
+    "tpu-v4": Machine("TPU v4 chip", 1, 32 * GIB, 275e12),
+    "tpu-v5e": Machine("TPU v5e chip", 1, 16 * GIB, 197e12),
+    "tpu-v5p": Machine("TPU v5p chip", 1, 95 * GIB, 459e12),
+    "tpu-v6e": Machine("TPU v6e chip", 1, 32 * GIB, 918e12),
+}
+
+
+def accelerator(name: str, devices: int = 1, price: float | None = None) -> Machine:
+    """``devices`` of a named accelerator; ConfigError for a name that is not known."""
+    if name not in ACCELERATORS:
+        raise ConfigError(f"no device {name!r}{nearest(name, ACCELERATORS)}; devices are {', '.join(ACCELERATORS)}")
+    return dataclasses.replace(ACCELERATORS[name], devices=devices, price=price)
+
+
+# ---------------------------------------------------------------- counting
+
+
+def count_parts(module: Any, components: Sequence[tuple[str, str]], train: TrainConfig) -> tuple[Part, ...]:
+    """The parameters of a module (on any device, also meta) by component, and what ``train`` would train of them."""
+    head = {id(p) for p in _head(module)}
+    tables: dict[str, dict[str, int]] = {}
+    seen: set[int] = set()
+    adapted = 0
+    for path, layer in module.named_modules():
+        linear = type(layer).__name__ in ("Linear", "NonDynamicallyQuantizableLinear")
+        for key, parameter in layer.named_parameters(recurse=False):
+            name = f"{path}.{key}" if path else key
+            if id(parameter) in seen:  # tied weights count once
+                continue
+            seen.add(id(parameter))
+            component = _component(name, components)
+            row = tables.setdefault(component, {"parameters": 0, "trained": 0, "adapters": 0, "linear": 0})
+            row["parameters"] += parameter.numel()
+            row["trained"] += parameter.numel() if component in train.trainable else 0
+            if linear and key == "weight" and id(parameter) not in head:
+                row["linear"] += parameter.numel()
+                adapted = _adapter(name.removesuffix(".weight"), component, parameter.shape, train)
+                row["adapters"] += adapted
+    return tuple(Part(component, **row) for component, row in tables.items())
+
+
+def _head(module: Any) -> list[Any]:
+    head = getattr(module, "head", None)
+    return list(head.parameters()) if hasattr(head, "parameters") else []
+
+
+def _component(name: str, components: Sequence[tuple[str, str]]) -> str:
+    hits = [component for pattern, component in components if re.match(pattern, name)]
+    return hits[0] if hits else "other"
+
+
+def _adapter(name: str, component: str, shape: Sequence[int], train: TrainConfig) -> int:
+    """LoRA parameters of one linear layer: two thin matrices, none where the layer is no target."""
+    lora = train.lora
+    if lora is None or component not in lora.components or (lora.targets and not any(re.search(t, name) for t in lora.targets)):
+        return 0
+    return lora.rank * (shape[0] + shape[1]) + (shape[0] if lora.use_dora else 0)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def split_of(run: RunConfig, devices: int) -> Split:
+    """How the backend of ``run`` cuts state over ``devices``."""
+    backend, n = run.backend, devices
+    cuts = {
+        "single": Split(1, 1, 1),
+        "torch/ddp": Split(1, 1, 1),
+        "torch/fsdp": Split(n, n, n),
+        "deepspeed/0": Split(1, 1, 1),
+        "deepspeed/1": Split(1, 1, n, 4.0),
+        "deepspeed/2": Split(1, n, n, 4.0),
+        "deepspeed/3": Split(n, n, n, 4.0),
+        "xla": Split(*[min(backend.fsdp_axis or n, n)] * 3),
+    }
+    detail = {"torch": f"/{backend.strategy}", "deepspeed": f"/{backend.zero_stage}"}
+    return cuts[backend.kind + detail.get(backend.kind, "")]
+
+
+def state_needs(run: RunConfig, parts: Iterable[Part], devices: int) -> tuple[Need, ...]:
+    """Weights, gradients and optimizer state of each component on one device."""
+    train, cut = run.train, split_of(run, devices)
+    moments = ADAM_BYTES[train.optimizer.kind]
+    needs = []
+    for part in parts:
+        if run.stage == "eval":
+            needs.append(Need(part.component, weights=part.parameters * frozen_bytes(train) / cut.weights))
+            continue
+        trained = part.trained + part.adapters
+        frozen = _frozen_weights(part, train) / (1 if train.bits < 16 and part.component == "language" else cut.weights)
+        optimizer = trained * moments / cut.optimizer + trained * cut.master / cut.optimizer
+        offloaded = run.backend.offload
+        needs.append(
+            Need(
+                part.component,
+                weights=frozen + trained * 4 / cut.weights,
+                gradients=trained * 4 / cut.gradients,
+                optimizer=0.0 if offloaded else optimizer,
+            )
+        )
+    return tuple(needs)
+
+
+def frozen_bytes(train: TrainConfig) -> float:
+    """Bytes of a frozen weight: half precision where the run computes in half precision."""
+    return 2.0 if train.precision in ("bf16", "fp16") else 4.0
+
+
+def _frozen_weights(part: Part, train: TrainConfig) -> float:
+    frozen = part.parameters - part.trained
+    if train.bits < 16 and part.component == "language" and not part.trained:
+        return part.linear * QUANTISED_BYTES[train.bits] + (frozen - part.linear) * frozen_bytes(train)
+    return frozen * frozen_bytes(train)
+
+
+def activation_needs(run: RunConfig) -> dict[str, float]:
+    """Bytes that one micro-batch keeps for backward on one device, by component."""
+    model, train = run.model, run.train
+    width = 2 if train.precision in ("bf16", "fp16") else 4
+    if model.kind != "vlm":
+        return _contrastive_activations(run, width)
+    rows, length = train.device_batch, max((*run.data.buckets, run.data.max_length) if not run.data.buckets else run.data.buckets)
+    images = rows * run.data.max_images
+    needs = {"language": _decoder_bytes(model.language.architecture, rows, length, run, width)}
+    queries = images * model.grid_side**2
+    keys = images * sum(encoder.side**2 for encoder in model.encoders)
+    layers = model.connector.depth + (model.samplers.count if model.samplers else 0)
+    v = model.connector.width
+    needs["connector"] = (queries * v * 10 + keys * v * 3) * width * (layers if model.connector.kind == "sva" else 1)
+    needs["encoders"] = max(images * encoder.side**2 * 1664 * 12 * width for encoder in model.encoders)  # one block at a time: frozen
+    if "encoders" in train.trainable:
+        needs["encoders"] *= 24
+    if run.stage == "eval":
+        needs = {name: value / 8 for name, value in needs.items()}
+    return needs
+
+
+def _decoder_bytes(architecture: dict[str, Any], rows: int, length: int, run: RunConfig, width: int) -> float:
+    """Layers of the language model: per token what norms, projections, attention and the gated MLP keep, plus the head's logits."""
+    d = architecture["hidden_size"]
+    inner = architecture.get("intermediate_size", 4 * d)
+    heads = architecture.get("num_attention_heads", 1)
+    key_width = d * architecture.get("num_key_value_heads", heads) / heads
+    layers = architecture["num_hidden_layers"]
+    tokens = rows * length
+    full = "language" in run.train.trainable or run.train.lora is not None
+    norms = 2 * 3 * d * 4  # both norms keep their input, scaled input and statistics in fp32
+    linear_inputs = (3 * d + inner) * width if full else 0  # a frozen linear layer keeps its weight, not its input
+    layer = tokens * (norms + linear_inputs + (2 * d + 2 * key_width) * width + 3 * inner * width)
+    kept = layers * tokens * d * width + layer if run.train.checkpoint_blocks else layers * layer
+    chunk = run.train.loss_chunk or min(tokens, 256)
+    return kept + chunk * architecture["vocab_size"] * (4 + 4 + width)
+
+
+def _contrastive_activations(run: RunConfig, width: int) -> dict[str, float]:
+    architecture = run.model.architecture or {}
+    vision, text = architecture.get("vision_cfg", {}), architecture.get("text_cfg", {})
+    needs = {}
+    for name, tower, tokens in (("image", vision, _image_tokens(vision)), ("text", text, text.get("context_length", 77))):
+        layers, d = tower.get("layers", 24 if name == "image" else 12), tower.get("width", 1024 if name == "image" else 768)
+        locked = run.model.lock_image if name == "image" else run.model.lock_text
+        one_layer = run.train.device_batch * tokens * d * (34 if width == 2 else 60)
+        recomputed = run.train.device_batch * tokens * d * width * layers + one_layer
+        needs[name] = one_layer if locked else recomputed if run.train.checkpoint_blocks else one_layer * layers
+    return needs
+
+
+def _image_tokens(vision: dict[str, Any]) -> int:
+    size, patch = vision.get("image_size", 224), vision.get("patch_size", 14)
+    return (size // patch) ** 2 + 1 if isinstance(size, int) and isinstance(patch, int) else 257
+
+
+# ---------------------------------------------------------------- the plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run needs, what the machine has, and how long it takes there."""
+
+    run: RunConfig
+    machine: Machine
+    parts: tuple[Part, ...]
+    needs: tuple[Need, ...]
+    samples: int | None = None
+
+    @property
+    def need(self) -> Need:
+        """All components together, bytes on one device."""
+        sums = {f.name: sum(getattr(need, f.name) for need in self.needs) for f in dataclasses.fields(Need) if f.name != "component"}
+        return Need("all", **sums)
+
+    @property
+    def has(self) -> float:
+        """Bytes one device may use."""
+        return self.machine.memory / (self.machine.devices if self.machine.shared else 1)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits, with a twentieth kept free."""
+        return self.need.total <= self.has * 0.95
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps of the run; None where the amount of data is not known."""
+        train = self.run.train
+        if train.steps:
+            return train.steps
+        return math.ceil(self.samples * train.epochs / train.global_batch) if self.samples else None
+
+    @property
+    def seconds_a_step(self) -> float:
+        """Arithmetic of one step over what the devices do in a second: two operations a weight and token, twice that backward."""
+        run = self.run
+        tokens = run.train.global_batch * (run.data.max_length if run.model.kind == "vlm" else 1)
+        operations = 0.0
+        for part in self.parts:
+            seen = tokens if part.component == "language" else run.train.global_batch * _positions(run, part.component)
+            passes = 2 + (4 if part.trained or part.adapters else 2 if part.component == "language" else 0)
+            passes += 2 if run.train.checkpoint_blocks and passes > 2 else 0
+            operations += passes * part.parameters * seen
+        return operations / (self.machine.flops * self.machine.devices * EFFICIENCY)
+
+    @property
+    def hours(self) -> float | None:
+        """Hours of the whole run; None where the number of steps is not known."""
+        return self.steps * self.seconds_a_step / 3600 if self.steps else None
+
+    def check(self) -> None:
+        """TooLargeError where the run does not fit this machine."""
+        if not self.fits:
+            raise TooLargeError(self.message())
+
+    def message(self) -> str:
+        """What it needs, what the machine has, and two ways on."""
+        need, run = self.need, self.run
+        kinds = ", ".join(f"{name} {size(getattr(need, name))}" for name in ("weights", "gradients", "optimizer", "activations"))
+        verdict = "fits" if self.fits else "does not fit"
+        shared = f" shared by {self.machine.devices} processes" if self.machine.shared and self.machine.devices > 1 else " a device"
+        lines = [
+            f"{run.preset}/{run.stage} {verdict} this machine.",
+            f"  it needs:         {size(need.total)} a device ({kinds})",
+            f"  this machine has: {size(self.machine.memory)}{shared} ({self.machine.name})",
+        ]
+        if not self.fits:
+            lines += [
+                "  two ways on:      build and check the whole model here without weights: -p dry_run True (command line: --dry-run)",
+                f"                    or run it where it is meant to run: {run.intended_for} (mmkit launch --target slurm or tpu)",
+            ]
+        return "\n".join(lines)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a component: parameters, trained, adapters and GiB of each kind."""
+        counted = {part.component: part for part in self.parts}
+        rows = []
+        for need in self.needs:
+            part = counted.get(need.component, Part(need.component, 0))
+            gib = {f"{name} GiB": round(getattr(need, name) / GIB, 3) for name in ("weights", "gradients", "optimizer", "activations")}
+            frozen = part.parameters - part.trained
+            row = {"component": need.component, "parameters": part.parameters, "trainable": part.trained + part.adapters, "frozen": frozen}
+            rows.append(row | gib | {"total GiB": round(need.total / GIB, 3)})
+        total = {key: sum(row[key] for row in rows) if key != "component" else "all" for key in rows[0]} if rows else {}
+        return [*rows, {key: round(value, 3) if isinstance(value, float) else value for key, value in total.items()}]
+
+    def __str__(self) -> str:
+        time = f"about {self.seconds_a_step:.3g} s a step" + (f", {self.hours:.3g} h for {self.steps} steps" if self.hours else "")
+        if self.hours and self.machine.price:
+            time += f", {self.hours * self.machine.devices * self.machine.price:,.0f} USD"
+        return f"{self.message()}\n  time:             {time} on {self.machine.devices} x {self.machine.name}"
+
+
+def make_plan(run: RunConfig, parts: Sequence[Part], machine: Machine, samples: int | None = None) -> Plan:
+    """The plan of ``run`` on ``machine`` for a model with these parts."""
+    active = activation_needs(run)
+    needs = [dataclasses.replace(need, activations=active.pop(need.component, 0.0)) for need in state_needs(run, parts, machine.devices)]
+    return Plan(run, machine, tuple(parts), tuple(needs), samples)
+
+
+def _positions(run: RunConfig, component: str) -> int:
+    """Token positions of one row that a component works on."""
+    model = run.model
+    if model.kind != "vlm":
+        architecture = model.architecture or {}
+        text = architecture.get("text_cfg", {}).get("context_length", 77)
+        return _image_tokens(architecture.get("vision_cfg", {})) if component == "image" else text
+    grids = sum(encoder.side**2 for encoder in model.encoders)
+    return run.data.max_images * (grids // len(model.encoders) if component == "encoders" else model.grid_side**2)
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,315 @@
+"""torch_xla SPMD: one program over a mesh (data, fsdp) of all devices, cut by the models' SHARDING rules.
+
+One process a host feeds all devices of that host and the program sees the global batch: nothing is averaged or gathered by hand.
+The step has no host decision in it (clip, finite check and skip are tensor selections), its shapes and graph stay the same from the first
+step on, so it compiles once; `compiles` counts. Virtual CPU devices (``backend.xla_devices``) run the same code.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from mmkit.config import BackendConfig, ConfigError, TrainConfig
+from mmkit.sharding.backend import MOMENTS, Entry, Factory, Rules
+from mmkit.sharding.environment import init_distributed
+from mmkit.sharding.processes import HostTalk
+from mmkit.sharding.single import SingleBackend, check_shapes
+
+log = logging.getLogger(__name__)
+AXES = ("data", "fsdp")
+MATMUL = {"fp32": "highest", "tf32": "high", "bf16": "default"}
+
+
+def runtime_variables(devices: int | None) -> dict[str, str]:
+    """What a child process that runs this backend needs in its environment, before torch_xla is imported."""
+    virtual = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)} if devices else {}
+    return virtual | {"USE_TORCH_XLA": "1"}
+
+
+class XlaBackend(HostTalk, SingleBackend):
+    """All devices of a mesh as one; `rank` and `world` are hosts."""
+
+    name = "xla"
+
+    def _connect(self) -> None:
+        if self.precision not in MATMUL:
+            raise ConfigError(f"train.precision = {self.precision!r} does not exist on backend xla; use bf16")
+        _set_runtime(self.config)
+        import numpy
+        import torch_xla
+        from torch_xla import backends, runtime
+        from torch_xla.distributed import spmd
+
+        runtime.use_spmd()
+        self._library, self._runtime, self._spmd = torch_xla, runtime, spmd
+        self.device = torch_xla.device()
+        self.devices = runtime.global_runtime_device_count()
+        self.rank, self.world = runtime.process_index(), runtime.process_count()
+        fsdp = mesh_shape(self.devices, self.config)[1]
+        self.mesh = spmd.Mesh(numpy.arange(self.devices), (self.devices // fsdp, fsdp), AXES)
+        spmd.set_global_mesh(self.mesh)
+        if self.world > 1:  # host numbers, objects and barriers travel by gloo; device tensors by the program itself
+            self._join_hosts()
+        backends.set_mat_mul_precision(MATMUL[self.precision])
+
+    def _join_hosts(self) -> None:
+        place = init_distributed()
+        if (place.rank, place.world) != (self.rank, self.world):
+            raise ConfigError(
+                f"host {self.rank} of {self.world} for the TPU runtime is rank {place.rank} of {place.world} for {place.source}; "
+                "start one process a host, in the order of TPU_WORKER_ID"
+            )
+        self._host_group = dist.group.WORLD
+
+    # ------------------------------------------------------------ prepare
+
+    def prepare(
+        self,
+        module: nn.Module,
+        factory: Factory | None,
+        *,
+        train: TrainConfig,
+        rules: Rules = (),
+        blocks: Sequence[str] = (),
+        accumulation: int = 1,
+        prefix: str = "model.",
+        weights: Callable[[str], Tensor] | None = None,
+    ) -> nn.Module:
+        """See `Backend.prepare`."""
+        self._rules = [(re.compile(pattern), tuple(axes)) for pattern, axes in rules]
+        self._split_window = accumulation > 1
+        return super().prepare(
+            module, factory, train=train, rules=rules, blocks=blocks, accumulation=accumulation, prefix=prefix, weights=weights
+        )
+
+    def _wrap(self, module: nn.Module, blocks: Sequence[str], train: TrainConfig) -> nn.Module:
+        self._axes = {id(p): self.axes(name, p.shape) for name, p in self.parameters().items()}
+        for p in self.parameters().values():
+            self._mark(p, self._axes[id(p)])
+        return module
+
+    def _build_optimizer(self, factory: Factory | None) -> None:
+        super()._build_optimizer(factory)
+        self.skipped = torch.zeros((), dtype=torch.bool, device=self.device)
+        self.n_skipped = torch.zeros((), dtype=torch.int64, device=self.device)
+        if factory:
+            for group in self.optimizer.param_groups:
+                group["capturable"], group["foreach"], group["fused"] = True, False, False
+                group["lr"] = torch.tensor(float(group["lr"]), device=self.device)
+            self._begin_states()
+        self.sync()
+
+    def _begin_states(self) -> None:
+        """Moments, steps and (in a window of several micro-batches) gradients exist from the start: step 1 is step 2's graph."""
+        for p in self.trained().values():
+            axes = self._axes[id(p)]
+            self.optimizer.state[p] = {"step": torch.zeros((), device=self.device)}
+            for moment in MOMENTS:
+                self.optimizer.state[p][moment] = self._mark(torch.zeros_like(p, requires_grad=False), axes)
+            if self._split_window:
+                p.grad = self._mark(torch.zeros_like(p, requires_grad=False), axes)
+
+    def axes(self, name: str, shape: Sequence[int]) -> tuple[str | None, ...]:
+        """Mesh axis of each dimension of a parameter: its first matching rule, where the sizes divide; else every device has it all."""
+        name = name.replace(".base_layer.", ".")  # a linear layer under an adapter
+        rule = next((axes for pattern, axes in self._rules if pattern.fullmatch(name)), (None,) * len(shape))
+        if len(rule) != len(shape):
+            return (None,) * len(shape)
+        sizes = self.mesh.shape()
+        return tuple(axis if axis and size % sizes[axis] == 0 else None for axis, size in zip(rule, shape, strict=True))
+
+    def _mark(self, tensor: Tensor, axes: Sequence) -> Tensor:
+        self._spmd.mark_sharding(tensor, self.mesh, tuple(axes))
+        return tensor
+
+    # ------------------------------------------------------------ a step
+
+    def shard(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Backend.shard`; rows that do not divide by the devices are copied to all of them."""
+        from torch_xla.core import xla_model
+
+        out = {}
+        for name, tensor in tensors.items():
+            cut = tensor.dim() > 0 and tensor.shape[0] % (self.devices // self.world) == 0
+            spec = (AXES if cut else None, *(None,) * (tensor.dim() - 1)) if tensor.dim() else ()
+            sharding = self._spmd.ShardingSpec(self.mesh, spec, minibatch=cut and self.world > 1)
+            out[name] = xla_model.send_cpu_data_to_device([tensor.cpu()], self.device, sharding)[0]
+        return out
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """See `Backend.backward`; each micro-batch of a longer window runs as the same program."""
+        super().backward(loss, last)
+        if self._split_window:
+            self.sync()
+
+    def update(self, max_norm: float | None) -> Tensor:
+        """See `Backend.update`; the skip is a selection between old and new tensors, without asking the host."""
+        with_gradient = [p for p in self.trained().values() if p.grad is not None]
+        norm = self._norm([p.grad for p in with_gradient])
+        finite = torch.isfinite(norm)
+        if max_norm is not None:
+            nn.utils.clip_grads_with_norm_(with_gradient, max_norm, norm)
+        changing = [tensor for p in with_gradient for tensor in (p.data, *self.optimizer.state[p].values())]
+        before = [tensor.clone() for tensor in changing]
+        self.optimizer.step()
+        with torch.no_grad():
+            for tensor, old in zip(changing, before, strict=True):
+                tensor.copy_(torch.where(finite, tensor, old))
+        self.skipped = ~finite
+        self.n_skipped = self.n_skipped + self.skipped
+        for p in with_gradient:
+            p.grad = torch.zeros_like(p.data) if self._split_window else None
+            if self._split_window:
+                self._mark(p.grad, self._axes[id(p)])
+        self.sync()
+        self._record_reached(True)
+        return norm
+
+    def _record_reached(self, finite: bool) -> None:
+        if self.reached is None and not bool(self.skipped):
+            flags = torch.stack([(self.optimizer.state[p][MOMENTS[0]] != 0).any() for p in self.trained().values()]).cpu()
+            self.reached = dict(zip(self.trained(), map(bool, flags), strict=True))
+
+    def set_learning_rates(self, rates: Sequence[float]) -> None:
+        """See `Backend.set_learning_rates`; the rate is data of the program, not a constant in it."""
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = torch.tensor(float(rate)).to(self.device)
+
+    def checkpoint(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """See `Backend.checkpoint`; torch_xla's own, which is re-entrant: every tensor goes in as an argument of its own."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        from torch_xla.utils.checkpoint import checkpoint
+
+        leaves, form = tree_flatten((args, kwargs))
+
+        def run(_, *flat):
+            inner_args, inner_kwargs = tree_unflatten(list(flat), form)
+            return function(*inner_args, **inner_kwargs)
+
+        anchor = torch.zeros((), device=self.device, requires_grad=True)  # frozen inputs must not cut the gradient
+        return checkpoint(run, anchor, *leaves)
+
+    def sync(self) -> None:
+        """See `Backend.sync`."""
+        self._library.sync()
+
+    # ------------------------------------------------------------ between hosts
+
+    def sum_over_devices(self, value: Tensor | float) -> Tensor:
+        """See `Backend.sum_over_devices`."""
+        if isinstance(value, Tensor) and value.device.type == "xla":
+            return value.detach()
+        total = torch.as_tensor(value).detach().clone()
+        if self.world > 1:
+            dist.all_reduce(total)
+        return total.to(self.device)
+
+    # ------------------------------------------------------------ state
+
+    def _full(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().cpu()  # gathers the parts of all devices; every host takes part
+
+    @torch.no_grad()
+    def import_state(self, get: Callable[[str], Entry], step: int) -> None:
+        """See `Backend.import_state`."""
+        for name, p in self.trained().items():
+            entry = get(name)
+            check_shapes(name, entry, p)
+            targets = {"param": p.data}
+            if self.optimizer:
+                targets |= {moment: self.optimizer.state[p][moment] for moment in MOMENTS}
+                self.optimizer.state[p]["step"].fill_(float(step))
+            for key, target in targets.items():
+                target.copy_(entry[key].to(self.device, target.dtype))
+                self._mark(target, self._axes[id(p)])
+        self.sync()
+
+    def rng_state(self) -> dict[str, Any]:
+        """See `Backend.rng_state`."""
+        from torch_xla.core import xla_model
+
+        return super().rng_state() | {"xla": int(xla_model.get_rng_state())}
+
+    def set_rng_state(self, state: Mapping[str, Any]) -> None:
+        """See `Backend.set_rng_state`."""
+        from torch_xla.core import xla_model
+
+        super().set_rng_state(state)
+        if "xla" in state:
+            xla_model.set_rng_state(state["xla"])
+
+    # ------------------------------------------------------------ resources
+
+    def compiles(self) -> int:
+        """See `Backend.compiles`."""
+        from torch_xla.debug import metrics
+
+        data = metrics.metric_data("CompileTime")
+        return data[0] if data else 0
+
+    def peak_memory(self) -> int:
+        """See `Backend.peak_memory`; the SPMD device does not report it, its parts on a TPU do."""
+        from torch_xla.core import xla_model
+
+        try:
+            return max(xla_model.get_memory_info(f"xla:{i}").get("peak_bytes_used", 0) for i in range(self.devices // self.world))
+        except RuntimeError:
+            return 0
+
+    def clear(self) -> None:
+        """See `Backend.clear`: parameters go back to the host, buffers of the device and the compile cache on disk go away.
+
+        torch_xla 2.9 keeps compiled programs of the process in memory until it ends; later versions let us drop them too.
+        """
+        self.optimizer = None
+        self.plain.to("cpu")
+        super().clear()
+        gc.collect()
+        self.sync()
+        self._library._XLAC._clear_pending_irs(str(self.device))
+        drop_programs = getattr(self._runtime, "clear_computation_cache", None)
+        if drop_programs:
+            drop_programs()
+        if folder := os.environ.get("XLA_PERSISTENT_CACHE_PATH"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def mesh_shape(devices: int, config: BackendConfig) -> tuple[int, int]:
+    """Sizes of the axes (data, fsdp). ConfigError where ``backend.fsdp_axis`` does not divide the devices."""
+    fsdp = config.fsdp_axis or devices
+    if devices % fsdp:
+        raise ConfigError(f"backend.fsdp_axis = {fsdp} does not divide the {devices} devices of the mesh; use a divisor")
+    return devices // fsdp, fsdp
+
+
+def _set_runtime(config: BackendConfig) -> None:
+    """The runtime's variables, as long as torch_xla has not read them; ConfigError where it is too late."""
+    wanted = runtime_variables(config.xla_devices)
+    loaded = "torch_xla" in sys.modules
+    if loaded and (late := [name for name, value in wanted.items() if os.environ.get(name) != value and name != "USE_TORCH_XLA"]):
+        has = ", ".join(f"{name}={os.environ.get(name)}" for name in late)
+        raise ConfigError(f"torch_xla is already loaded in this process with {has}, the run wants {config.xla_devices} virtual devices; "
+                          "restart the kernel or start the run through launch")
+    os.environ.update({name: value for name, value in wanted.items() if not loaded})
+    os.environ.setdefault("PJRT_DEVICE", "TPU")
+    import torch_xla
+    from torch_xla import runtime
+
+    if torch_xla._XLAC._xla_get_spmd_config_is_locked() and not runtime.is_spmd():
+        raise ConfigError("this process has used an XLA device outside SPMD; restart the kernel or start the run through launch")
+    if config.xla_devices and runtime.is_spmd() and runtime.global_runtime_device_count() != config.xla_devices:
+        raise ConfigError(f"this process has {runtime.global_runtime_device_count()} XLA devices, backend.xla_devices = "
+                          f"{config.xla_devices}; restart the kernel")
