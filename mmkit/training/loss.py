@@ -21,7 +21,7 @@ def at(hidden: Tensor, positions: Tensor) -> Tensor:
     return hidden.gather(1, positions[..., None].expand(-1, -1, hidden.shape[-1]))
 
 
-def chunk_loss(head: nn.Module, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def chunk_loss(head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """``hidden`` (P, D), ``targets`` (P,) -> the fp32 sum of cross-entropy over targets that are not ignored, and how many are right.
 
     Where all targets are ignored the sum is 0 with zero gradients, not NaN (U26).
@@ -60,12 +60,12 @@ class LanguageObjective(nn.Module):
 
     def _chunked(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The loss sum and the right answers over all positions, `chunk` of them at a time."""
-        head = self.model.head
+        logits = self.model.logits
         if not 0 < self.chunk < len(targets):
-            return chunk_loss(head, hidden, targets)
+            return chunk_loss(logits, hidden, targets)
         loss, correct = hidden.new_zeros((), dtype=torch.float32), targets.new_zeros(())
         for start in range(0, len(targets), self.chunk):
             part = slice(start, start + self.chunk)
-            one, right = self.checkpoint(chunk_loss, head, hidden[part], targets[part])
+            one, right = self.checkpoint(chunk_loss, logits, hidden[part], targets[part])
             loss, correct = loss + one, correct + right
         return loss, correct

@@ -23,6 +23,9 @@ class Toy(nn.Module):
         self.largest = 0
         self.head.register_forward_hook(lambda module, args, out: setattr(self, "largest", max(self.largest, out.numel())))
 
+    def logits(self, hidden):
+        return self.head(hidden)
+
     def forward(self, batch):
         return self.embed(batch["input_ids"])
 

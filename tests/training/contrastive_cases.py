@@ -1,0 +1,97 @@
+"""Runs one optimizer step of each case on this process's share of a fixed batch and saves the gradients of the whole.
+
+``python contrastive_cases.py OUT KIND STRATEGY STAGE CASES``; rank and world come from the environment as torchrun sets them. Gradients
+are read from Adam's first moment after one step, which every backend can export.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mmkit.config import BackendConfig, ContrastiveConfig, TrainConfig
+from mmkit.sharding.backend import create
+from mmkit.training.accumulate import contrastive_step
+from mmkit.training.contrastive import ContrastiveObjective
+
+N = 16  # pairs of the joined batch
+
+
+class Toy(nn.Module):
+    """Two small towers with the interface of ClipModel."""
+
+    def __init__(self, seed=0, dropout=0.0, bias=None, caption=False, width=5):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.image = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, width))
+        self.words = nn.Embedding(20, 8)
+        self.text = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, width))
+        self.logit_scale = nn.Parameter(torch.tensor(1.5))
+        self.logit_bias = nn.Parameter(torch.tensor(bias)) if bias is not None else None
+        self.head = nn.Linear(width, 20) if caption else None
+
+    def forward(self, batch, mode="loss"):
+        image = F.normalize(self.image(batch["image"]), dim=-1)
+        words = self.text(self.words(batch["text"]))
+        bias = self.logit_bias * 1 if self.logit_bias is not None else None
+        out = {"image_features": image, "text_features": F.normalize(words.mean(1), dim=-1)}
+        out |= {"logit_scale": self.logit_scale.exp(), "logit_bias": bias}
+        if self.head is not None:
+            out |= {"logits": self.head(words + image[:, None]), "labels": batch["text"]}
+        return out
+
+
+def joined_batch():
+    g = torch.Generator().manual_seed(7)
+    text = torch.randint(0, 20, (N, 4), generator=g)
+    text[3] = text[9]  # one caption twice
+    return {"image": torch.randn(N, 6, generator=g), "text": text}
+
+
+def teacher_of(config):
+    return Toy(seed=5, width=3) if config.kind == "distill" else None
+
+
+def model_of(config, dropout=0.0):
+    return Toy(dropout=dropout, bias=-3.0 if config.kind == "siglip" else None, caption=config.kind == "coca")
+
+
+def run(case, backend):
+    """Gradients of every parameter and what the loss reported, for one case on one backend."""
+    config = ContrastiveConfig(**case["contrastive"])
+    objective = ContrastiveObjective(model_of(config), backend, config, teacher_of(config))
+    micro = case.get("micro", 1)
+    train = TrainConfig(precision="fp32", global_batch=N, device_batch=N // backend.devices // micro)
+    wrapped = backend.prepare(objective, lambda named: torch.optim.AdamW(named.values(), lr=1e-3, weight_decay=0.0), train=train, accumulation=micro)
+    mine = {name: value.chunk(backend.world)[backend.rank] for name, value in joined_batch().items()}
+    parts = [backend.shard({name: value.chunk(micro)[i] for name, value in mine.items()}) for i in range(micro)]
+    count = backend.sum_over_devices(torch.tensor(float(len(mine["image"]))))
+    if micro > 1:
+        out = contrastive_step(wrapped, objective.loss, parts, backend, count)
+    else:
+        out = wrapped(parts[0], mode="loss")
+        backend.backward(out["loss_sum"] / count, last=True)
+    loss = backend.sum_over_devices(out["loss_sum"].detach()) / count
+    backend.update(None)
+    backend.sync()
+    gradients = {name: entry["exp_avg"] / 0.1 for name, entry in backend.export_state()}
+    facts = {name: float(out[name]) for name in ("max_logit", "logit_scale", "duplicate_share") if name in out}
+    backend.clear()
+    return {"loss": float(loss), "gradients": gradients, **facts}
+
+
+def main():
+    out, kind, strategy, stage, cases = sys.argv[1:]
+    backend = create(BackendConfig(kind=kind, strategy=strategy, zero_stage=int(stage)), "fp32")
+    results = {name: run(case, backend) for name, case in json.loads(cases).items()}
+    if backend.is_main:
+        torch.save(results, out)
+    backend.close()
+
+
+if __name__ == "__main__":
+    main()
