@@ -1,0 +1,146 @@
+"""What goes into one row: conversations kept whole, questions about one picture sharing its copy, rows filled first-fit.
+
+An `Item` is one or several tokenised conversations with the same beginning (picture included). The beginning stands once in the row,
+the rest of each conversation follows as a branch that sees the beginning and itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmkit.config import IMAGE_TOKEN_INDEX, REGION_TOKEN_INDEX
+from mmkit.data.conversation import Encoded
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one row can hold: tokens (image slots included), pictures, regions."""
+
+    tokens: int
+    images: int
+    regions: int
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A tokenised example on its way into a row: its global number, key, pictures and the slots each picture takes."""
+
+    index: int
+    encoded: Encoded
+    images: tuple[str, ...] = ()
+    slots: tuple[int, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Tokens in a row of its own."""
+        return len(self.encoded.ids) + sum(self.slots) - len(self.slots)
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """Conversations placed together; the first ``prefix`` ids are common to all (0 when there is one)."""
+
+    members: tuple[Member, ...]
+    prefix: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens it takes in a row."""
+        first = self.members[0]
+        return first.length + sum(len(member.encoded.ids) - self.prefix for member in self.members[1:])
+
+    @property
+    def n_images(self) -> int:
+        """Pictures it takes in a row."""
+        return len(self.members[0].slots)
+
+    @property
+    def n_regions(self) -> int:
+        """Region tokens of all its conversations."""
+        return sum(len(member.encoded.regions) for member in self.members)
+
+    @property
+    def n_targets(self) -> int:
+        """Supervised tokens of all its conversations."""
+        return sum(int(member.encoded.trained.sum()) for member in self.members)
+
+
+Row = tuple[Item, ...]
+
+
+def items_of(members: Sequence[Member], limits: Limits) -> list[Item]:
+    """Conversations about the same pictures as few items: as many branches in each as the limits allow.
+
+    Members with other pictures than the first, or whose common beginning does not include every picture, become items of their own.
+    """
+    if len(members) < 2:
+        return [Item((member,)) for member in members]
+    prefix = common_prefix([member.encoded for member in members])
+    pictures = members[0].encoded.ids == IMAGE_TOKEN_INDEX
+    shared = pictures.any() and not pictures[prefix:].any() and all(member.images == members[0].images for member in members)
+    if not shared:
+        return [Item((member,)) for member in members]
+    items, branches, length, regions = [], [], 0, 0
+    for member in members:
+        more, more_regions = len(member.encoded.ids) - prefix, len(member.encoded.regions)
+        if branches and (length + more > limits.tokens or regions + more_regions > max(limits.regions, 1)):
+            items.append(_item(branches, prefix))
+            branches = []
+        if not branches:
+            length, regions = member.length, more_regions
+        else:
+            length, regions = length + more, regions + more_regions
+        branches.append(member)
+    return [*items, _item(branches, prefix)]
+
+
+def common_prefix(encoded: Sequence[Encoded]) -> int:
+    """How many first ids all conversations share, none of them supervised or a region, leaving each at least one id."""
+    first = encoded[0].ids
+    end = min(len(other.ids) for other in encoded) - 1
+    for other in encoded:
+        end = min(end, _first(other.trained[:end], end), _first(other.ids[:end] == REGION_TOKEN_INDEX, end))
+        end = _first(first[:end] != other.ids[:end], end)
+    return end
+
+
+def first_fit(items: Sequence[Item], limits: Limits) -> list[Row]:
+    """Rows of items, long ones placed first, each into the first row with room. Items keep their order inside a row."""
+    rows: list[list[int]] = []
+    room: list[list[int]] = []
+    order = sorted(range(len(items)), key=lambda number: -items[number].length)
+    for number in order:
+        item = items[number]
+        need = (item.length, item.n_images, item.n_regions)
+        place = next((row for row, left in enumerate(room) if all(a <= b for a, b in zip(need, left, strict=True))), None)
+        if place is None:
+            rows.append([])
+            room.append([limits.tokens, limits.images, max(limits.regions, item.n_regions)])
+            place = len(rows) - 1
+        rows[place].append(number)
+        room[place] = [b - a for a, b in zip(need, room[place], strict=True)]
+    return [tuple(items[number] for number in sorted(row)) for row in rows]
+
+
+def row_length(row: Row) -> int:
+    """Tokens of a row."""
+    return sum(item.length for item in row)
+
+
+def power_of_two(count: int, low: int, high: int) -> int:
+    """The smallest power of two that is at least ``count`` and ``low``, but at most ``high`` where that is enough."""
+    size = low
+    while size < count:
+        size *= 2
+    return max(min(size, high), count)
+
+
+def _item(branches: list[Member], prefix: int) -> Item:
+    return Item(tuple(branches), prefix if len(branches) > 1 else 0)
+
+
+def _first(flags: np.ndarray, otherwise: int) -> int:
+    return int(flags.argmax()) if flags.any() else otherwise
