@@ -49,10 +49,15 @@ def test_every_pinned_package_is_installed_in_a_version_the_pin_allows():
             assert need.specifier.contains(version(need.name), prereleases=True), f"{line}: {version(need.name)} is installed"
 
 
-def test_a_wheel_names_every_folder_of_the_package():
-    folders = {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in (ROOT / "mmkit").rglob("*.py")}
-    named = set(_project()["tool"]["setuptools"]["packages"])
-    assert named == folders | {"mmkit.params", "mmkit.params.deepspeed"}
+def test_a_wheel_names_every_folder_of_the_package_with_its_data_files():
+    settings = _project()["tool"]["setuptools"]
+    files = [path for path in (ROOT / "mmkit").rglob("*") if path.suffix in (".py", ".csv", ".json")]
+    folders = {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in files}
+    assert set(settings["packages"]) == folders | {"mmkit.params", "mmkit.params.deepspeed"}
+    for path in files:
+        if path.suffix != ".py":
+            package = str(path.parent.relative_to(ROOT)).replace("/", ".")
+            assert f"*{path.suffix}" in settings["package-data"].get(package, ()), f"{path.relative_to(ROOT)} would not be in a wheel"
 
 
 def test_ci_runs_make_test_and_nothing_else():

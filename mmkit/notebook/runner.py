@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from mmkit.config import ConfigError
-from mmkit.notebook.parameters import check, of_notebook
+from mmkit.notebook.parameters import check, of_notebook, workspace
 
 OK, USER_ERROR, NOTEBOOK_ERROR, KERNEL_DIED = 0, 2, 3, 4
 MARK = "MMKIT_NOTEBOOK_RUN"  # environment variable that every process of one run carries
@@ -66,17 +66,20 @@ def run_notebook(
     return Outcome(code, output, time.monotonic() - started, message)
 
 
+def find_notebook(name: str | Path) -> Path:
+    """A notebook by path, or by the name of one in the checkout's ``notebooks/`` with or without its ending."""
+    path = Path(name)
+    inside = workspace() / "notebooks" / path.with_suffix(".ipynb").name
+    return inside if not path.is_file() and inside.is_file() and len(path.parts) == 1 else path
+
+
 def default_output(path: Path, values: dict[str, Any]) -> Path:
     """Where the executed copy goes: ``runs/notebooks/<notebook>-<model>.ipynb``."""
-    from mmkit.notebook.parameters import workspace
-
     model = f"-{values['model']}" if values.get("model") else ""
     return workspace() / "runs" / "notebooks" / f"{path.stem}{model}.ipynb"
 
 
 def _notebooks(path: Path) -> str:
-    from mmkit.notebook.parameters import workspace
-
     folder = path.parent if path.parent.is_dir() and any(path.parent.glob("*.ipynb")) else workspace() / "notebooks"
     return f"{folder}: {', '.join(sorted(book.name for book in folder.glob('*.ipynb'))) or 'none'}"
 

@@ -104,9 +104,8 @@ def count_parts(module: Any, components: Sequence[tuple[str, str]], train: Train
     head = {id(p) for p in _head(module)}
     tables: dict[str, dict[str, int]] = {}
     seen: set[int] = set()
-    adapted = 0
     for path, layer in module.named_modules():
-        linear = type(layer).__name__ in ("Linear", "NonDynamicallyQuantizableLinear")
+        linear = type(layer).__name__ == "Linear"  # not the output layer inside torch's attention, which takes no adapter
         for key, parameter in layer.named_parameters(recurse=False):
             name = f"{path}.{key}" if path else key
             if id(parameter) in seen:  # tied weights count once
@@ -118,8 +117,7 @@ def count_parts(module: Any, components: Sequence[tuple[str, str]], train: Train
             row["trained"] += parameter.numel() if component in train.trainable else 0
             if linear and key == "weight" and id(parameter) not in head:
                 row["linear"] += parameter.numel()
-                adapted = _adapter(name.removesuffix(".weight"), component, parameter.shape, train)
-                row["adapters"] += adapted
+                row["adapters"] += _adapter(name.removesuffix(".weight"), component, parameter.shape, train)
     return tuple(Part(component, **row) for component, row in tables.items())
 
 
@@ -136,7 +134,7 @@ def _component(name: str, components: Sequence[tuple[str, str]]) -> str:
 def _adapter(name: str, component: str, shape: Sequence[int], train: TrainConfig) -> int:
     """LoRA parameters of one linear layer: two thin matrices, none where the layer is no target."""
     lora = train.lora
-    if lora is None or component not in lora.components or (lora.targets and not any(re.search(t, name) for t in lora.targets)):
+    if lora is None or component not in lora.components or (lora.targets and not any(re.fullmatch(t, name) for t in lora.targets)):
         return 0
     return lora.rank * (shape[0] + shape[1]) + (shape[0] if lora.use_dora else 0)
 
@@ -346,7 +344,8 @@ class Plan:
         return [*rows, {key: round(value, 3) if isinstance(value, float) else value for key, value in total.items()}]
 
     def __str__(self) -> str:
-        time = f"about {self.seconds_a_step:.3g} s a step" + (f", {self.hours:.3g} h for {self.steps} steps" if self.hours else "")
+        time = f"about {duration(self.seconds_a_step)} a step"
+        time += f", {duration(self.hours * 3600)} for {self.steps} steps" if self.hours else ""
         if self.hours and self.machine.price:
             time += f", {self.hours * self.machine.devices * self.machine.price:,.0f} USD"
         return f"{self.message()}\n  time:             {time} on {self.machine.devices} x {self.machine.name}"
@@ -373,3 +372,11 @@ def _positions(run: RunConfig, component: str) -> int:
 def size(count: float) -> str:
     """Bytes for people."""
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people."""
+    for unit, length in (("years", 365 * 86400), ("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:.2g} s"

@@ -1,0 +1,358 @@
+"""The command line: the same functions as the notebooks.
+
+``mmkit doctor | plan | data | train | eval | launch | convert | figures | notebook``. Parsing imports nothing heavy, so ``--help`` is
+quick. A user's error is one message and exit code 2; everything else is a traceback and exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mmkit.config import STAGES, ConfigError, RunConfig, changed, load_file, nearest
+from mmkit.launch.launch import ERROR_PREFIX
+
+LAUNCH_EPILOG = "targets: local starts this machine's processes; slurm submits a job script; tpu drives a TPU VM with gcloud"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parses, runs one command and returns its exit code."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if not hasattr(options, "run_command"):
+        parser.print_help()
+        return 2
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        return options.run_command(options) or 0
+    except ValueError as error:
+        if options.verbose and not isinstance(error, ConfigError):
+            raise
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `mmkit ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+# ---------------------------------------------------------------- the parser
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(prog="mmkit", description=__doc__.splitlines()[0])
+    parser.set_defaults(verbose=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_doctor(commands)
+    _add_plan(commands)
+    _add_data(commands)
+    _add_train(commands)
+    _add_eval(commands)
+    _add_launch(commands)
+    _add_convert(commands)
+    _add_figures(commands)
+    _add_notebook(commands)
+    return parser
+
+
+def _command(commands: Any, name: str, run: Any, about: str, **more: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=about, description=about, **more)
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what happens; show the traceback of an error")
+    parser.set_defaults(run_command=run)
+    return parser
+
+
+def _add_run_options(parser: argparse.ArgumentParser, stage: str | None = None) -> None:
+    """Options that together name a run: a preset and its changes, or a saved config."""
+    group = parser.add_argument_group("which run")
+    group.add_argument("--model", metavar="NAME", help="a preset: a file of params/ (default: tiny)")
+    if stage is None:
+        group.add_argument("--stage", metavar="|".join(STAGES), help="the stage to run (default: pretrain)")
+    group.add_argument("--config", metavar="FILE", help="a resolved config.yaml of an earlier run, instead of --model and --stage")
+    group.add_argument("--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="any setting, by full or unique name")
+    group.add_argument("--backend", metavar="NAME", help="single, ddp, fsdp, zero0..zero3 or xla (default: the preset's)")
+    group.add_argument("--processes", type=int, metavar="N", help="processes on this machine")
+    group.add_argument("--steps", type=int, metavar="N", help="optimizer steps (default: the preset's epochs)")
+    group.add_argument("--run-dir", metavar="DIR", help="folder that runs are kept in (default: runs)")
+    group.add_argument("--name", metavar="NAME", help="name of this run among those of its preset and stage")
+    group.add_argument("--resume", metavar="auto|never|PATH", help="continue from the newest checkpoint, start anew, or from this one")
+    group.add_argument("--dry-run", action="store_true", help="build the model without weights, check everything, train nothing")
+    parser.set_defaults(fixed_stage=stage)
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = _command(commands, "doctor", _doctor, "What is this machine, what is missing on it, and what to do about each fault.")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _add_plan(commands: Any) -> None:
+    parser = _command(commands, "plan", _plan, "Memory, time and cost of a run, before a byte is downloaded.")
+    _add_run_options(parser)
+    parser.add_argument("--device", metavar="NAME", help="plan for this accelerator, as a100-80gb or tpu-v4 (default: this machine)")
+    parser.add_argument("--devices", type=int, metavar="N", help="how many of them share the run")
+    parser.add_argument("--samples", type=int, metavar="N", help="examples of one epoch, where the data is not here")
+    parser.add_argument("--price", type=float, metavar="USD", help="price of one device for one hour")
+
+
+def _add_data(commands: Any) -> None:
+    inner = commands.add_parser("data", help="Prepare, check and write data.", description="Prepare, check and write data.")
+    kinds = inner.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    demo = _command(kinds, "demo", _data_demo, "Prepare the offline packs in the cache; show source, licence and counts of each.")
+    demo.add_argument("packs", nargs="*", metavar="PACK", help="only these packs")
+    check = _command(kinds, "check", _data_check, "Check every path of a run's data and decode a sample, before training.")
+    _add_run_options(check)
+    check.add_argument("--decode", type=int, default=64, metavar="N", help="examples to open fully (default: 64)")
+    shards = _command(kinds, "shards", _data_shards, "Check tar shards: samples, bad members, fields, per shard.")
+    shards.add_argument("pattern", help="folder, file, URL or brace pattern: data/{000..012}.tar")
+
+
+def _add_train(commands: Any) -> None:
+    _add_run_options(_command(commands, "train", _train, "Train one stage of a model."))
+
+
+def _add_eval(commands: Any) -> None:
+    parser = _command(commands, "eval", _eval, "Score a trained run beside its baselines.")
+    _add_run_options(parser, stage="eval")
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="score these (default: the preset's)")
+    parser.add_argument("--limit", type=int, metavar="N", help="documents of each task")
+    parser.add_argument("--start-from", metavar="PATH", help="run folder or export to score (default: the newest stage of the preset)")
+
+
+def _add_launch(commands: Any) -> None:
+    parser = _command(commands, "launch", _launch, "Train on this machine, a SLURM cluster or a TPU pod.", epilog=LAUNCH_EPILOG)
+    _add_run_options(parser)
+    parser.add_argument("--target", choices=("local", "slurm", "tpu"), default="local")
+    parser.add_argument("--option", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="of the target, as accelerator=v4-32")
+    parser.add_argument("--show", action="store_true", help="print the commands or the job script; start nothing")
+
+
+def _add_convert(commands: Any) -> None:
+    parser = _command(commands, "convert", _convert, "Read or write a published checkpoint.")
+    parser.add_argument("source", help="folder or file of the published checkpoint, or an export of ours with --to")
+    parser.add_argument("target", help="folder to write")
+    parser.add_argument("--model", metavar="NAME", required=True, help="the preset it belongs to")
+    parser.add_argument("--to", action="store_true", help="from ours to the published layout")
+
+
+def _add_figures(commands: Any) -> None:
+    parser = _command(commands, "figures", _figures, "Draw figures, each as PNG and CSV.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which figures (default: all published ones)")
+    parser.add_argument("--list", action="store_true", help="name them all")
+    parser.add_argument("--out", default="runs/figures", metavar="DIR")
+
+
+def _add_notebook(commands: Any) -> None:
+    inner = commands.add_parser("notebook", help="Run notebooks headless.", description="Run notebooks headless.")
+    kinds = inner.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    run = _command(kinds, "run", _notebook_run, "Execute one notebook. Exit code: 0 done, 2 wrong input, 3 error in a cell, 4 kernel died.")
+    run.add_argument("notebook", help="path, or a name of notebooks/ such as 03_finetune")
+    run.add_argument("output", nargs="?", help="executed copy (default: runs/notebooks/)")
+    run.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="a parameter")
+    run.add_argument("-f", "--parameters", metavar="FILE", help="parameters as YAML or JSON")
+    run.add_argument("--autosave", type=int, default=10, metavar="S", help="save the notebook every S seconds while a cell prints")
+    run.add_argument("--timeout", type=int, metavar="S", help="longest time of one cell")
+    demo = _command(kinds, "demo", _notebook_demo, "Prepare the offline data, run all notebooks on it, and collect the results.")
+    demo.add_argument("--model", default="tiny", metavar="NAME")
+    demo.add_argument("--clip", default="clip-tiny", metavar="NAME")
+
+
+# ---------------------------------------------------------------- what the options mean
+
+
+def run_of(options: argparse.Namespace) -> RunConfig:
+    """The run that the options describe; ConfigError names the option at fault."""
+    from mmkit.notebook.parameters import assemble, backend_settings
+
+    overrides = dict(_pair(text, "--set") for text in options.set)
+    named = {"processes": options.processes, "steps": options.steps, "root": options.run_dir, "name": options.name, "resume": options.resume}
+    overrides |= {name: value for name, value in named.items() if value is not None}
+    if options.dry_run:
+        overrides["dry_run"] = True
+    if options.config:
+        if options.model or getattr(options, "stage", None):
+            raise ConfigError("--config already says which model and stage; leave out --model and --stage")
+        run = load_file(options.config)
+        overrides |= backend_settings(options.backend or "", "--backend")
+        return changed(run, **{name.replace(".", "__"): value for name, value in overrides.items()}) if overrides else run
+    where = {"model": options.model, "backend": options.backend}
+    overrides |= {name: value for name, value in where.items() if value}
+    stage = options.fixed_stage or options.stage or "pretrain"
+    return assemble(overrides, stage, "the command line")
+
+
+def _pair(text: str, option: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign or not name:
+        raise ConfigError(f"{option} {text}: write it as key=value")
+    return name.strip(), value
+
+
+# ---------------------------------------------------------------- commands
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from mmkit.doctor import examine
+
+    report = examine()
+    print(json.dumps(report.rows(), indent=1) if options.json else report)
+    return 1 if report.faults else 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from mmkit.launch.preflight import plan_of
+
+    print(plan_of(run_of(options), device=options.device, devices=options.devices, samples=options.samples, price=options.price))
+    return 0
+
+
+def _train(options: argparse.Namespace) -> int:
+    from mmkit.launch.launch import is_worker, launch
+    from mmkit.launch.preflight import preflight
+    from mmkit.notebook.progress import Progress
+
+    run = run_of(options)
+    if is_worker():
+        launch(run)
+        return 0
+    report = preflight(run)
+    if run.dry_run:
+        print(report)
+        return 0
+    with Progress(report.steps, live=False) as progress:
+        result = launch(run, on_log=progress)
+    print(result)
+    return 0
+
+
+def _launch(options: argparse.Namespace) -> int:
+    if options.target == "local":
+        return _train(options)
+    run, wanted = run_of(options), dict(_pair(text, "--option") for text in options.option)
+    show = options.show or run.dry_run
+    return {"slurm": _launch_slurm, "tpu": _launch_tpu}[options.target](run, wanted, show)
+
+
+def _launch_slurm(run: RunConfig, wanted: dict[str, str], show: bool) -> int:
+    from mmkit.launch import slurm
+
+    cluster = checked(slurm.SlurmConfig, wanted, "--option")
+    folder = Path(run.folder) / "slurm"
+    if show:
+        print(slurm.render(cluster, folder / "config.yaml", folder / "output.log"))
+        return 0
+    print(slurm.submit(run, cluster, folder))
+    return 0
+
+
+def _launch_tpu(run: RunConfig, wanted: dict[str, str], show: bool) -> int:
+    from mmkit.launch import tpu
+
+    target = checked(tpu.TpuConfig, wanted, "--option")
+    return tpu.start(run, target, show=show)
+
+
+def checked(kind: Any, values: dict[str, Any], source: str) -> Any:
+    """A Settings object of ``values``; ConfigError names the field at fault and the nearest right one."""
+    unknown = [name for name in values if name not in kind.model_fields]
+    if unknown:
+        raise ConfigError(f"no option {unknown[0]!r} (from {source}){nearest(unknown[0], kind.model_fields)}; there are {', '.join(kind.model_fields)}")
+    try:
+        return kind(**values)
+    except ValueError as error:
+        problem = error.errors()[0]
+        raise ConfigError(f"{problem['loc'][0]} = {problem['input']!r} (from {source}): {problem['msg']}") from None
+
+
+def _data_demo(options: argparse.Namespace) -> int:
+    from mmkit.data.demo import prepare
+    from mmkit.notebook.tables import text
+
+    records = prepare(options.packs or None, progress=lambda line: print(line, flush=True))
+    names = ("name", "status", "counts", "sources", "licences", "reason", "folder")
+    print("\n" + text([{name: getattr(record, name) for name in names} for record in records]))
+    return 0
+
+
+def _data_check(options: argparse.Namespace) -> int:
+    from mmkit.launch.preflight import check_examples
+    from mmkit.notebook.tables import text
+
+    rows = check_examples(run_of(options), options.decode)
+    print(text(rows))
+    return 1 if any(row["bad"] for row in rows) else 0
+
+
+def _data_shards(options: argparse.Namespace) -> int:
+    from mmkit.data.shards import report
+
+    print(report(options.pattern))
+    return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from mmkit.evaluation.runner import evaluate
+
+    named = {"evaluation.tasks": options.tasks, "evaluation.limit": options.limit, "start_from": options.start_from}
+    run = run_of(options)
+    wanted = {name.replace(".", "__"): value for name, value in named.items() if value is not None}
+    print(evaluate(changed(run, **wanted) if wanted else run))
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from mmkit.models.convert.published import export_published, import_published
+
+    convert = export_published if options.to else import_published
+    print(convert(options.source, options.target, options.model))
+    return 0
+
+
+def _figures(options: argparse.Namespace) -> int:
+    from mmkit.figures.gallery import FIGURES
+
+    if options.list:
+        print("\n".join(FIGURES))
+        return 0
+    if unknown := [name for name in options.names if name not in FIGURES]:
+        raise ConfigError(f"no figure {unknown[0]!r}{nearest(unknown[0], FIGURES)}; `mmkit figures --list` names them")
+    for name in options.names or FIGURES:
+        print(FIGURES[name]().save(options.out))
+    return 0
+
+
+def _notebook_demo(options: argparse.Namespace) -> int:
+    from mmkit.notebook.demo import demo
+
+    return demo(options.model, options.clip)
+
+
+def _notebook_run(options: argparse.Namespace) -> int:
+    from mmkit.notebook.runner import find_notebook, run_notebook
+
+    values = read_values(options.parameters) if options.parameters else {}
+    values |= {name: value for name, value in options.parameter}
+    outcome = run_notebook(find_notebook(options.notebook), options.output, values, autosave=options.autosave, timeout=options.timeout)
+    print(f"{ERROR_PREFIX}{outcome.message}" if outcome.code else f"done in {outcome.seconds:.0f} s", file=sys.stderr)
+    print(outcome.notebook)
+    return outcome.code
+
+
+def read_values(path: str) -> dict[str, Any]:
+    """Parameters out of a YAML or JSON file; ConfigError where it holds no mapping."""
+    import yaml
+
+    if not Path(path).is_file():
+        raise ConfigError(f"no parameter file {path}")
+    values = yaml.safe_load(Path(path).read_text(encoding="utf8"))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds a {type(values).__name__}; write one `name: value` a line")
+    return {str(name): value for name, value in values.items()}

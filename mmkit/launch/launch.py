@@ -1,0 +1,256 @@
+"""Starts a run where it belongs: in this process, or as a child with several processes or an XLA environment.
+
+A child is watched through the run folder's ``metrics.jsonl``, so a notebook shows the same progress either way. An interrupt
+(the stop button, Ctrl-C) reaches the training processes themselves: they write a checkpoint after the step in hand and end.
+Clusters are not started from here: see `slurm.py` and `tpu.py`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mmkit.config import ConfigError, RunConfig, to_yaml
+
+Record = dict[str, Any]
+WORKER = "MMKIT_WORKER"  # set in a child: train here, start nothing
+ERROR_PREFIX = "mmkit: error: "  # how the command line prints a user's error
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # a child gets its own
+POLL = 0.5  # seconds between looks at metrics.jsonl
+log = logging.getLogger(__name__)
+
+
+class LaunchError(RuntimeError):
+    """A training process ended with an error that is not the user's; the message ends with its last lines."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """What a run left behind, read from its folder."""
+
+    run: RunConfig
+    folder: Path
+    steps: int
+    last: Record  # the last line of metrics.jsonl
+    export: Path | None  # the folder that `from_pretrained` reads
+    seconds: float
+    stopped: bool = False  # it was interrupted, and can be resumed
+
+    def __str__(self) -> str:
+        what = "dry run: no steps were made" if self.run.dry_run else f"{self.steps} steps in {self.seconds:.0f} s"
+        ending = ", stopped early: the same command resumes it" if self.stopped else ""
+        loss = f", loss {self.last['loss']:.4f}" if isinstance(self.last.get("loss"), (int, float)) else ""
+        return f"{self.run.preset}/{self.run.stage}: {what}{loss}{ending}; in {self.folder}"
+
+    __repr__ = __str__
+
+
+def launch(run: RunConfig, on_log: Callable[[Record], None] | None = None) -> Launched:
+    """Runs the training of ``run`` to its end, wherever its backend belongs, and returns what it left.
+
+    ``on_log`` gets each new record of metrics.jsonl. Raises ConfigError for a setting that cannot work here and LaunchError when
+    a process fails otherwise.
+    """
+    started = time.monotonic()
+    if run.dry_run:
+        return _left_by(run, started, stopped=False)
+    command = child_command(run)
+    if command is None:
+        stopped = _train_here(run, on_log)
+    else:
+        _refuse_held_devices(run)
+        stopped = _watch_child(run, command, on_log)
+    return _left_by(run, started, stopped)
+
+
+def is_worker() -> bool:
+    """Whether this process was itself started by `launch`, torchrun or srun and so trains in place.
+
+    A kernel in which one DeepSpeed process ran has torchrun's variables too, with a world of 1: that is no worker.
+    """
+    by_torchrun = "RANK" in os.environ and os.environ.get("WORLD_SIZE") != "1"
+    by_slurm = "SLURM_PROCID" in os.environ and os.environ.get("SLURM_NTASKS", "1") != "1"
+    return WORKER in os.environ or by_torchrun or by_slurm
+
+
+def child_command(run: RunConfig) -> list[str] | None:
+    """The command that starts the run's processes, less its ``--config``; None where it trains in this process."""
+    backend = run.backend
+    if is_worker():
+        return None
+    if backend.nodes > 1:
+        raise ConfigError(
+            f"backend.nodes = {backend.nodes}: several machines are started by their scheduler; use `mmkit launch --target slurm` or "
+            "`--target tpu`, or run torchrun on each machine with `-m mmkit train --config FILE`"
+        )
+    train = ["-m", "mmkit", "train"]
+    if backend.processes > 1:
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={backend.processes}", *train]
+    return [sys.executable, *train] if child_environment(run) else None
+
+
+def child_environment(run: RunConfig) -> dict[str, str]:
+    """Variables that must be set before the training process imports anything; empty where none are needed."""
+    devices = run.backend.xla_devices
+    if run.backend.kind != "xla" or (os.environ.get("PJRT_DEVICE") and not devices):
+        return {}
+    if _is_tpu_host() and not devices:
+        return {"PJRT_DEVICE": "TPU"}
+    return {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices or 1)}
+
+
+def _is_tpu_host() -> bool:
+    return Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists() or "TPU_NAME" in os.environ
+
+
+def _refuse_held_devices(run: RunConfig) -> None:
+    """An XLA device belongs to one process: a kernel that has touched it cannot start a child that needs it."""
+    if run.backend.kind != "xla":
+        return
+    core = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
+    touched = getattr(core, "_xla_runtime_is_initialized", lambda: False)()
+    if touched:
+        raise ConfigError(
+            "this kernel has already opened the XLA devices, so a training process could not; restart the kernel and launch before "
+            "anything touches a device"
+        )
+
+
+def _train_here(run: RunConfig, on_log: Callable[[Record], None] | None) -> bool:
+    from mmkit.training.loop import train
+
+    result = train(run, on_log=on_log)
+    return bool(getattr(result, "stopped", False))
+
+
+# ---------------------------------------------------------------- a child and its metrics
+
+
+def _watch_child(run: RunConfig, command: list[str], on_log: Callable[[Record], None] | None) -> bool:
+    """Starts the child, passes its metrics on, and returns whether an interrupt stopped it."""
+    folder = Path(tempfile.mkdtemp(prefix="mmkit-launch-"))
+    config, output = folder / "config.yaml", folder / "output.log"
+    config.write_text(to_yaml(run), encoding="utf8")
+    inherited = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
+    environment = inherited | child_environment(run) | {WORKER: "1", "PYTHONUNBUFFERED": "1"}
+    metrics = follow(Path(run.folder) / "metrics.jsonl", from_end=True)
+    with output.open("wb") as sink:
+        child = subprocess.Popen(  # its own session, so that an interrupt of the kernel reaches it only through us
+            [*command, "--config", str(config)], stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    asked = False
+    try:
+        while True:
+            try:
+                ended = child.poll() is not None
+                for record in next(metrics):
+                    if on_log:
+                        on_log(record)
+                if ended:
+                    break
+                time.sleep(POLL)
+            except KeyboardInterrupt:
+                if asked:
+                    raise
+                asked = interrupt(child.pid)
+    finally:
+        end_tree(child.pid)
+    _raise_for(child.wait(), output.read_text(encoding="utf8", errors="replace"), asked)
+    for left in (config, output):
+        left.unlink()
+    folder.rmdir()
+    return asked
+
+
+def follow(path: Path, from_end: bool = False) -> Iterator[list[Record]]:
+    """The complete new lines of a JSON-lines file at each ``next``; a half-written last line waits for its end."""
+    position = path.stat().st_size if from_end and path.exists() else 0
+    while True:
+        lines = []
+        if path.exists():
+            if path.stat().st_size < position:  # a rewound run starts its file anew
+                position = 0
+            with path.open("rb") as file:
+                file.seek(position)
+                block = file.read()
+            whole = block[: block.rfind(b"\n") + 1]
+            position += len(whole)
+            lines = [json.loads(line) for line in whole.splitlines() if line.strip()]
+        yield lines
+
+
+def interrupt(pid: int) -> bool:
+    """Asks the training processes below ``pid`` to checkpoint and stop; torchrun itself is left alone, as it would kill them."""
+    print("stopping after the step in hand, with a checkpoint; interrupt again to end at once", flush=True)
+    children = psutil.Process(pid).children(recursive=True) if psutil.pid_exists(pid) else []
+    for process in [each for each in children if _trains(each)] or [psutil.Process(pid)]:
+        process.send_signal(signal.SIGINT)
+    return True
+
+
+def _trains(process: psutil.Process) -> bool:
+    try:
+        return "RANK" in process.environ() and "mmkit" in process.cmdline()
+    except psutil.Error:  # ended meanwhile
+        return False
+
+
+def end_tree(pid: int) -> None:
+    """Ends a process and all below it, where they still run."""
+    if not psutil.pid_exists(pid):
+        return
+    top = psutil.Process(pid)
+    tree = [top, *top.children(recursive=True)]
+    for process in tree:
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            process.terminate()
+    for process in psutil.wait_procs(tree, timeout=15)[1]:
+        process.kill()
+
+
+def _raise_for(code: int, output: str, asked: bool) -> None:
+    """ConfigError with the child's own message when the user's input was wrong, LaunchError otherwise, nothing on success."""
+    if code == 0 or (asked and code in (-signal.SIGINT, 130)):
+        return
+    told = re.findall(rf"^(?:\[[^\]]*\]:)?{re.escape(ERROR_PREFIX)}(.*)$", output, flags=re.MULTILINE)
+    if told:
+        raise ConfigError(told[0])
+    last = "\n".join(collections.deque(output.splitlines(), maxlen=30))
+    raise LaunchError(f"training ended with exit code {code}; its last lines:\n{last}")
+
+
+# ---------------------------------------------------------------- what a run left
+
+
+def _left_by(run: RunConfig, started: float, stopped: bool) -> Launched:
+    folder = Path(run.folder)
+    records = [] if run.dry_run else read_metrics(folder)
+    export = folder / "export"
+    return Launched(
+        run=run,
+        folder=folder,
+        steps=records[-1]["step"] if records else 0,
+        last=records[-1] if records else {},
+        export=export if export.is_dir() and not run.dry_run else None,
+        seconds=time.monotonic() - started,
+        stopped=stopped,
+    )
+
+
+def read_metrics(folder: str | Path) -> list[Record]:
+    """Every record of a run's metrics.jsonl, empty where it has none; a half-written last line is left out."""
+    return next(follow(Path(folder) / "metrics.jsonl"))
