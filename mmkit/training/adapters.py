@@ -30,7 +30,7 @@ LOSS_LIMIT = 0.05  # of a merge: more rounding than this share of the adapter is
 
 def targets_of(model: nn.Module, lora: LoraConfig, components: Components, head: nn.Module | None = None) -> list[str]:
     """Full names of the layers that get an adapter: every linear layer of ``lora.components`` but the head, or those whose full
-    name fits one of ``lora.targets`` (regular expressions, matched from the start to the end; ``.*`` reaches into a name).
+    name, or a whole-word end of it, fits one of ``lora.targets`` (regular expressions: ``q_proj``, ``layers\\.[0-3]\\..*``).
 
     Raises ConfigError where a pattern, or the whole scope, matches nothing; the message lists what there is.
     """
@@ -46,15 +46,19 @@ def targets_of(model: nn.Module, lora: LoraConfig, components: Components, head:
         return scope
     chosen = []
     for pattern in lora.targets:
-        found = [name for name in scope if re.fullmatch(pattern, name)]
+        found = [name for name in scope if _fits(pattern, name)]
         if not found:
             examples = ", ".join(sorted({_shape_of(name) for name in scope})[:6])
             raise ConfigError(
-                f"lora.targets pattern {pattern!r} matches no linear layer of {', '.join(lora.components)} by its full name; "
+                f"lora.targets pattern {pattern!r} matches no linear layer of {', '.join(lora.components)}; "
                 f"full names look like {examples}"
             )
         chosen += [name for name in found if name not in chosen]
     return chosen
+
+
+def _fits(pattern: str, name: str) -> bool:
+    return re.fullmatch(rf"(?:.*\.)?(?:{pattern})", name) is not None
 
 
 def _inside_attention(model: nn.Module, name: str) -> bool:
@@ -95,9 +99,9 @@ def _full_names(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Modules whose full name fits a pattern; ConfigError for one that fits none."""
     found = []
     for pattern in patterns:
-        names = [name for name, _ in model.named_modules() if name and re.fullmatch(pattern, name)]
+        names = [name for name, _ in model.named_modules() if name and _fits(pattern, name)]
         if not names:
-            raise ConfigError(f"lora.modules_to_save pattern {pattern!r} matches no module by its full name")
+            raise ConfigError(f"lora.modules_to_save pattern {pattern!r} matches no module")
         found += names
     return found
 

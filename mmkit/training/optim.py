@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")  # where torch's AdamW has one kernel for all parameters
 LIMITS: dict[str, tuple[float, float]] = {"logit_scale": (0.0, math.log(100))}  # kept after every step (CLIP section 2.5); by last name
+POSITION = re.compile(r"(^|[._])pos(ition(al)?)?(_?embed(ding)?s?|_?emb)([._]|$)|(^|\.)positions\.", re.IGNORECASE)
+OPEN_CLIP_TOWERS = ("image", "text")  # whose published recipes decay position embeddings too
 Components = Sequence[tuple[str, str]]  # (regex on the full parameter name, component)
 
 
@@ -72,7 +74,8 @@ def groups_of(named: Mapping[str, nn.Parameter], decays: set[str], components: C
     groups: dict[tuple, Group] = {}
     for name, parameter in named.items():
         component = component_of(name, components)
-        decay = config.weight_decay if name in decays else 0.0
+        place = POSITION.search(name) and component not in OPEN_CLIP_TOWERS
+        decay = config.weight_decay if name in decays and not place else 0.0
         limits = LIMITS.get(name.rsplit(".", 1)[-1])
         made = Group(component, config.lr_of.get(component, config.lr), decay, limits)
         group = groups.setdefault((component, bool(decay), limits), made)

@@ -64,7 +64,7 @@ def injected(settings=None, **more):
 
 def test_only_the_named_component_is_adapted_though_others_share_the_leaf_name():
     model = Toy()
-    names = targets_of(model, LoraConfig(targets=(r".*\.q_proj",)), COMPONENTS, model.head)
+    names = targets_of(model, LoraConfig(targets=("q_proj",)), COMPONENTS, model.head)
     assert names == [f"language.model.layers.{i}.self_attn.q_proj" for i in range(2)]
     both = targets_of(model, LoraConfig(targets=(r".*\.q_proj",), components=("language", "encoders")), COMPONENTS, model.head)
     assert "encoders.0.q_proj" in both and len(both) == 3
@@ -78,12 +78,12 @@ def test_without_patterns_every_linear_layer_but_the_head_and_attentions_own_out
 
 def test_a_pattern_or_scope_that_matches_nothing_is_an_error_with_what_there_is():
     model = Toy()
-    with pytest.raises(ConfigError, match=r"'q_proj' matches no linear layer.*language\.model\.layers\.\*\.mlp\.down_proj"):
-        targets_of(model, LoraConfig(targets=("q_proj",)), COMPONENTS)
+    with pytest.raises(ConfigError, match=r"'q_pro' matches no linear layer.*language\.model\.layers\.\*\.mlp\.down_proj"):
+        targets_of(model, LoraConfig(targets=("q_pro",)), COMPONENTS)
     with pytest.raises(ConfigError, match=r"\['regions'\] have no linear layer; .*connector \(1\)"):
         targets_of(model, LoraConfig(components=("regions",)), COMPONENTS)
-    with pytest.raises(ConfigError, match="modules_to_save pattern 'embed' matches no module"):
-        inject(model, LoraConfig(modules_to_save=("embed",)), COMPONENTS)
+    with pytest.raises(ConfigError, match="modules_to_save pattern 'embed_token' matches no module"):
+        inject(model, LoraConfig(modules_to_save=("embed_token",)), COMPONENTS)
 
 
 def test_only_adapters_train_and_the_table_counts_them():

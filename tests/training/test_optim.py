@@ -40,6 +40,14 @@ def test_norms_biases_and_scales_do_not_decay():
     }
 
 
+def test_position_embeddings_decay_only_in_open_clips_towers():
+    model = Toy()
+    for component, expected in (("language", 0.0), ("text", 0.1)):
+        components = ((r"connector\.", "connector"), (r"language\.", component), (r"logit_scale", "scale"))
+        groups = groups_of(named(model), decaying(model), components, OptimizerConfig(weight_decay=0.1))
+        assert [g.weight_decay for g in groups if "language.position_embeddings.weight" in g.parameters] == [expected]
+
+
 def test_decay_agrees_with_open_clips_name_rule():
     open_clip = pytest.importorskip("open_clip")
     vision = {"image_size": 32, "layers": 1, "width": 64, "patch_size": 16}
