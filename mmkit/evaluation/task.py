@@ -1,0 +1,138 @@
+"""A benchmark as a value: which documents, what is asked, how it is decoded, how an answer becomes numbers.
+
+The five parts are those lmms-eval knows (documents, visuals, prompt, decode settings, process results), so a task carries over
+either way. Everything that can change a score is in the spec, whose hash is stored with every result (U07): two results may be
+compared where the hashes agree, and `differences` says where they do not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmkit.config import nearest
+from mmkit.data.example import Example, ImageRef, Turn
+
+Scores = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Decode:
+    """How an answer is generated; temperature 0 is greedy."""
+
+    max_new_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+def own_visuals(example: Example) -> tuple[ImageRef, ...]:
+    """The example's pictures."""
+    return example.images
+
+
+def own_prompt(example: Example) -> tuple[Turn, ...]:
+    """The example's turns up to the answer that is asked for."""
+    turns = example.turns
+    return turns[:-1] if turns and turns[-1].role == "assistant" else turns
+
+
+def means(rows: Sequence[Mapping[str, Any]]) -> Scores:
+    """The mean of every score over the rows that have it."""
+    names = dict.fromkeys(name for row in rows for name in row["scores"])
+    values = {name: [row["scores"][name] for row in rows if name in row["scores"]] for name in names}
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One benchmark of generated answers.
+
+    ``documents()`` gives all of them; ``n_expected`` is how many a complete set has, another number is an error (U59).
+    ``process(example, answer)`` scores one answer, ``aggregate(rows)`` all of them (rows hold key, answer, target, scores, meta);
+    ``groups`` names meta fields whose values are scored apart. ``prior`` gives the (question, answer) pairs of training, for controls
+    that see no picture.
+    """
+
+    name: str
+    version: int
+    n_expected: int
+    documents: Callable[[], Sequence[Example]]
+    process: Callable[[Example, str], Scores]
+    main_metric: str
+    decode: Decode = Decode()
+    visuals: Callable[[Example], tuple[ImageRef, ...]] = own_visuals
+    prompt: Callable[[Example], tuple[Turn, ...]] = own_prompt
+    aggregate: Callable[[Sequence[Mapping[str, Any]]], Scores] = means
+    groups: tuple[str, ...] = ()
+    prior: Callable[[], Sequence[tuple[str, str]]] | None = None
+    shuffled_control: bool = True
+    facts: Mapping[str, Any] = field(default_factory=dict)  # split, prompt suffix, normaliser, source ... : part of the spec
+
+    def checked_documents(self, limit: int | None = None) -> list[Example]:
+        """All documents, or the first ``limit``; ValueError where the set is not complete."""
+        found = list(self.documents())
+        if len(found) != self.n_expected:
+            raise ValueError(
+                f"task {self.name}: {len(found)} documents found, {self.n_expected} expected; the split is wrong or files are missing"
+            )
+        if len({example.key for example in found}) != len(found):
+            raise ValueError(f"task {self.name}: keys of documents repeat; results are joined by key")
+        return found[:limit]
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """Everything a score depends on but the model: plain values, functions as name and hash of their source."""
+        functions = {name: _fingerprint(getattr(self, name)) for name in ("documents", "process", "visuals", "prompt", "aggregate")}
+        return {
+            "name": self.name,
+            "version": self.version,
+            "n_expected": self.n_expected,
+            "main_metric": self.main_metric,
+            "decode": vars(self.decode),
+            "groups": list(self.groups),
+            **functions,
+            **self.facts,
+        }
+
+    @property
+    def spec_hash(self) -> str:
+        """Twelve hex digits that change with anything in the spec."""
+        return hashlib.sha256(json.dumps(self.spec, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+    def request(self, example: Example) -> Example:
+        """The example as it is asked: the task's pictures and prompt, without the answer."""
+        turns = self.prompt(example)
+        asked = sum(turn.text.count("<region") for turn in turns)
+        return Example(example.key, self.visuals(example), turns, example.regions[:asked], example.source, example.meta)
+
+
+def _fingerprint(function: Callable) -> str:
+    inner = getattr(function, "func", function)
+    try:
+        source = inspect.getsource(inner)
+    except (OSError, TypeError):
+        source = ""
+    bound = [getattr(function, "args", ()), getattr(function, "keywords", {})]
+    digest = hashlib.sha256(f"{source}{bound}".encode()).hexdigest()[:8]
+    return f"{inner.__module__.rsplit('.', 1)[-1]}.{inner.__qualname__} {digest}"
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """One line for each field in which two specs differ; empty where their scores may be compared."""
+    lines = []
+    for name in dict.fromkeys((*one, *other)):
+        here, there = one.get(name, "(absent)"), other.get(name, "(absent)")
+        if here != there:
+            lines.append(f"{name}: {here!r} against {there!r}")
+    return lines
+
+
+def find(name: str, table: Mapping[str, Any]) -> Any:
+    """The task of that name; ValueError naming the nearest one otherwise."""
+    if name not in table:
+        raise ValueError(f"no task {name!r}{nearest(name, table)}; tasks are {', '.join(table)}")
+    return table[name]
