@@ -50,7 +50,8 @@ class ClipModel(nn.Module):
         if "text" in batch or "text_features" in batch:
             out["text_features"] = self._text(batch)
         if mode == "loss":
-            out |= {"logit_scale": self.clip.logit_scale.exp(), "logit_bias": getattr(self.clip, "logit_bias", None)}
+            bias = getattr(self.clip, "logit_bias", None)
+            out |= {"logit_scale": self.clip.logit_scale.exp().squeeze(), "logit_bias": None if bias is None else bias.squeeze()}
         return out
 
     def _image(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -173,7 +174,7 @@ def _network(config: ClipConfig) -> nn.Module:
     custom = settings.pop("custom_text", False) or "hf_model_name" in text
     kind = open_clip.CoCa if "multimodal_cfg" in settings else open_clip.CustomTextCLIP if custom else open_clip.CLIP
     try:
-        return kind(**settings, output_dict=True)
+        return kind(**settings, output_dict=True, nonscalar_logit_scale=True)  # FSDP2 and DeepSpeed refuse 0-dim parameters
     except TypeError as error:
         raise ConfigError(f"model.architecture of {config.name!r} does not suit open_clip's {kind.__name__}: {error}") from None
 

@@ -228,7 +228,7 @@ class _Recomputed(torch.autograd.Function):
 class ContrastiveObjective(nn.Module):
     """A clip model with its loss, wrapped whole so that every access to weights runs inside one forward (U48).
 
-    ``model(batch)`` returns image_features and text_features of norm 1, logit_scale (exponentiated), logit_bias or None, and for CoCa
+    ``model(batch)`` (`ClipModel`, or anything of its form) returns image_features and text_features of norm 1, logit_scale (exponentiated), logit_bias or None, and for CoCa
     logits (B, L, V) with labels (B, L). ``teacher`` is a frozen model of the same form for distillation.
     """
 
@@ -239,8 +239,6 @@ class ContrastiveObjective(nn.Module):
         self.loss = ContrastiveLoss(config, backend)
         if (config.kind == "distill") != (teacher is not None):
             raise ConfigError(f"contrastive.kind {config.kind!r} with teacher {type(teacher).__name__}: distillation needs distill_from")
-        if config.kind == "siglip" and getattr(model, "logit_bias", 0) is None:
-            raise ConfigError("contrastive.kind 'siglip' needs model.init_logit_bias (SigLIP starts at -10); it is not set")
 
     def forward(self, batch: dict[str, Tensor], mode: str = "loss", gradients: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """``loss``: the loss sum of this process's pairs and its metrics. ``features``: what the loss needs, for cached accumulation.
@@ -253,7 +251,7 @@ class ContrastiveObjective(nn.Module):
             features = self._features(batch)
             return {"loss_sum": sum((features[name].float() * gradient).sum() for name, gradient in gradients.items())}
         if mode == "encode":
-            return {name: value for name, value in self.model(batch).items() if value is not None}
+            return self.model(batch, mode="encode")
         raise ValueError(f"no mode {mode!r}; modes are loss, features, surrogate, encode")
 
     def train(self, mode: bool = True):
@@ -268,6 +266,8 @@ class ContrastiveObjective(nn.Module):
         features = {name: out[name] for name in ("image_features", "text_features", "logit_scale")}
         if out.get("logit_bias") is not None:
             features["logit_bias"] = out["logit_bias"]
+        elif self.loss.config.kind == "siglip":
+            raise ConfigError("contrastive.kind 'siglip' needs model.init_logit_bias (SigLIP starts at -10); it is not set")
         if out.get("logits") is not None:
             labels = out["labels"]
             losses = F.cross_entropy(out["logits"].flatten(0, 1).float(), labels.flatten(), ignore_index=PAD_TOKEN, reduction="sum")
@@ -290,14 +290,6 @@ class ContrastiveObjective(nn.Module):
         return twin.float().mean()
 
 
-def set_patch_dropout(model: nn.Module, share: float) -> int:
-    """Sets the patch dropout of every tower that has one; returns how many. 0 gives the unmasked last phase (FLIP section 4)."""
-    layers = [layer for layer in model.modules() if type(layer).__name__ == "PatchDropout"]
-    for layer in layers:
-        layer.prob = share
-    return len(layers)
-
-
 def is_unmasked(step: int, total_steps: int, config: ContrastiveConfig) -> bool:
-    """Whether ``step`` (from 0) lies in the last share of training that runs without patch dropout."""
+    """Whether ``step`` (from 0) lies in the last share of training, which runs without patch dropout (FLIP section 4)."""
     return step >= total_steps - round(total_steps * config.unmasked_last)

@@ -38,7 +38,7 @@ def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """(our name, tensor) of an OpenCLIP file or folder, one at a time."""
     for name, tensor in files.tensors(_weights(Path(path))):
         if not COMPUTED.search(name):
-            yield ours(name), tensor
+            yield ours(name), tensor.reshape(1) if tensor.dim() == 0 and "logit_" in name else tensor
 
 
 def _weights(path: Path) -> Path:

@@ -1,0 +1,139 @@
+"""The collections CLIP models are compared on: VTAB (19), VTAB+ (36), ImageNet robustness (5), retrieval (3).
+
+Which tasks belong together, how many documents a complete one has, its prompts, and what ViT-L/14 reached on it
+(``clip_tasks.json`` beside this file, with sources). Results are written under clip-benchmark's JSON keys, so its tools read ours.
+Not here: the datasets themselves; their class names come with them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from types import MappingProxyType
+from typing import Any, Literal
+
+from mmkit.config import nearest
+from mmkit.evaluation.zero_shot import ZeroShotTask, imagenet
+
+MULTI_LABEL = "voc2007_multilabel"
+ROBUSTNESS = ("imagenetv2", "imagenet-r", "imagenet_sketch", "objectnet", "imagenet-a")
+RETRIEVAL = ("flickr30k", "flickr8k", "mscoco_captions")
+VTAB = (
+    "vtab/caltech101", "vtab/cifar100", "vtab/clevr_count_all", "vtab/clevr_closest_object_distance", "vtab/diabetic_retinopathy",
+    "vtab/dmlab", "vtab/dsprites_label_orientation", "vtab/dsprites_label_x_position", "vtab/dtd", "vtab/eurosat",
+    "vtab/kitti_closest_vehicle_distance", "vtab/flowers", "vtab/pets", "vtab/pcam", "vtab/resisc45", "vtab/smallnorb_label_azimuth",
+    "vtab/smallnorb_label_elevation", "sun397", "vtab/svhn",
+)  # fmt: skip
+VTAB_PLUS = VTAB + ("imagenet1k", *ROBUSTNESS) + (
+    "fer2013", "voc2007", MULTI_LABEL, "cars", "vtab/cifar10", "fgvc_aircraft", "mnist", "stl10", "gtsrb", "country211", "renderedsst2",
+)  # fmt: skip
+COLLECTIONS = MappingProxyType({"vtab": VTAB, "vtab+": VTAB_PLUS, "imagenet_robustness": ROBUSTNESS, "retrieval": RETRIEVAL})
+IMAGENET_NAMES = ("imagenet1k", "imagenetv2", "imagenet_sketch")  # all 1000 classes; the others have a subset of them
+
+
+@dataclass(frozen=True)
+class CollectionTask:
+    """One dataset: documents of a complete test split, and what the two public ViT-L/14 reached (metric -> value)."""
+
+    name: str
+    kind: Literal["zeroshot_classification", "zeroshot_retrieval"]
+    n: int
+    laion2b: MappingProxyType
+    openai: MappingProxyType
+
+
+@functools.cache
+def tasks() -> MappingProxyType:
+    """Every task by name; nothing in it can be changed."""
+    rows = _facts()["tasks"]
+    made = {}
+    for name, row in rows.items():
+        kind = "zeroshot_retrieval" if name in RETRIEVAL else "zeroshot_classification"
+        made[name] = CollectionTask(name, kind, row["n"], MappingProxyType(row["laion2b_s32b_b82k"]), MappingProxyType(row["openai"]))
+    return MappingProxyType(made)
+
+
+def members(names: str | Iterable[str]) -> tuple[str, ...]:
+    """Task names of collections and tasks given by name, each once. ValueError for an unknown one."""
+    out: dict[str, None] = {}
+    for name in [names] if isinstance(names, str) else names:
+        if name not in COLLECTIONS and name not in tasks():
+            raise ValueError(f"no task or collection {name!r}{nearest(name, (*COLLECTIONS, *tasks()))}")
+        out |= dict.fromkeys(COLLECTIONS.get(name, (name,)))
+    return tuple(out)
+
+
+def templates(name: str) -> tuple:
+    """A task's prompts: ImageNet's 80 for ImageNet and its variants, else the dataset's own."""
+    short = name.removeprefix("vtab/")
+    if short in (*IMAGENET_NAMES, *ROBUSTNESS):
+        return imagenet().templates
+    return tuple(_facts()["templates"][short])
+
+
+def zero_shot_task(name: str, class_names: Sequence[str] = ()) -> ZeroShotTask:
+    """The task of a collection, with the class names its dataset ships; the full ImageNet sets know theirs."""
+    task = tasks()[members(name)[0]]
+    if task.kind != "zeroshot_classification":
+        raise ValueError(f"{name} is a retrieval task; score it with benchmark_recall")
+    names = tuple(class_names) or (imagenet().names if name in IMAGENET_NAMES else ())
+    return ZeroShotTask(name, names, templates(name), task.n, multi_label=name == MULTI_LABEL)
+
+
+def average(metrics_of: dict[str, dict[str, float]], collection: str, metric: str = "acc1") -> float:
+    """The collection's published average: the mean of ``metric`` over its tasks but the multi-label one, each counting once.
+
+    ValueError naming the missing tasks: a mean over fewer is not comparable.
+    """
+    wanted = [name for name in members(collection) if name != MULTI_LABEL]
+    if missing := [name for name in wanted if metrics_of.get(name, {}).get(metric) is None]:
+        raise ValueError(f"{collection}: {metric} of {len(missing)} of {len(wanted)} tasks is missing: {', '.join(missing)}")
+    return sum(metrics_of[name][metric] for name in wanted) / len(wanted)
+
+
+def beside_published(metrics_of: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """One row a task and metric: ours, the LAION-2B and the OpenAI ViT-L/14; tasks never run have None."""
+    rows = []
+    for name, task in tasks().items():
+        ours = metrics_of.get(name, {})
+        for metric in dict.fromkeys((*task.laion2b, *task.openai, *(key for key in ours if isinstance(ours[key], float)))):
+            row = {"task": name, "metric": metric, "n": task.n, "ours": ours.get(metric)}
+            rows.append(row | {"laion2b_l14": task.laion2b.get(metric), "openai_l14": task.openai.get(metric)})
+    return rows
+
+
+def result(task: str, metrics: dict[str, Any], *, model: str, pretrained: str, kind: str | None = None, language: str = "en") -> dict:
+    """One result under clip-benchmark's keys: dataset, model, pretrained, task, metrics, language."""
+    kind = kind or tasks()[members(task)[0]].kind
+    return {"dataset": task, "model": model, "pretrained": pretrained, "task": kind, "metrics": dict(metrics), "language": language}
+
+
+def clip_benchmark(names: Iterable[str], *, model: str, weights: str, root: str, output: str, batch: int = 64) -> None:
+    """Runs clip-benchmark itself (optional extra) on an open_clip weights file; one JSON a task at ``output``, which may hold
+    ``{dataset}``. ``root`` is where its datasets lie, likewise. Raises RuntimeError with its last lines when it fails."""
+    program = shutil.which("clip_benchmark")
+    if program is None:
+        raise ValueError("clip-benchmark is not installed; pip install 'mmkit[clip-benchmark]'")
+    command = clip_benchmark_command(names, model=model, weights=weights, root=root, output=output, batch=batch)
+    done = subprocess.run([program, *command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise RuntimeError(f"clip_benchmark ended with {done.returncode}:\n" + "\n".join(done.stdout.splitlines()[-20:]))
+
+
+def clip_benchmark_command(names: Iterable[str], *, model: str, weights: str, root: str, output: str, batch: int = 64) -> list[str]:
+    """The arguments of `clip_benchmark`: tar datasets (``wds/``) of every task of ``names``."""
+    datasets = [f"wds/{name}" for name in members(names)]
+    return [
+        "eval", "--dataset", *datasets, "--dataset_root", root, "--model", model, "--pretrained", weights,
+        "--output", output, "--batch_size", str(batch), "--recall_k", "1", "5", "10",
+    ]  # fmt: skip
+
+
+@functools.cache
+def _facts() -> dict:
+    return json.loads(resources.files("mmkit.evaluation").joinpath("clip_tasks.json").read_text(encoding="utf8"))
