@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mmkit.config import IMAGE_TOKEN_INDEX, REGION_TOKEN_INDEX, VlmConfig
 from mmkit.letterbox import visible_slots
 from mmkit.models.connectors import TokenSampler, VisionMemory, build_connector, check_features, each_cell
+from mmkit.models.encoders import BLOCKS as ENCODER_BLOCKS
 from mmkit.models.language import Places, adjust_logits, decoder_layers, run, text_config
 from mmkit.models.regions import build_regions, rows_at
 
@@ -229,10 +230,9 @@ def _check_parts(config: VlmConfig, language: PreTrainedModel, encoders: Sequenc
 
 
 SHARDING = (
-    (r"(^|\.)(norm|.*norm\d?|.*layernorm)\.(weight|bias)$", (None,)),
-    (r"\.bias$", (None,)),
-    (r"\.(o_proj|down_proj|attention\.out)\.weight$", (None, "fsdp")),
-    (r"\.weight$", ("fsdp", None)),
+    (r".*\.(o_proj|down_proj|attention\.out)\.weight", (None, "fsdp")),
+    (r"connector\.queries", ("fsdp", None)),
+    (r".*\.weight", ("fsdp", None)),
 )
 BLOCKS = (
     "LlamaDecoderLayer",
@@ -243,10 +243,12 @@ BLOCKS = (
     "GemmaDecoderLayer",
     "Gemma2DecoderLayer",
     "Gemma3DecoderLayer",
+    "TokenSampler",
+    *ENCODER_BLOCKS,
 )
 COMPONENTS = (
-    (r"^encoders\.", "encoders"),
-    (r"^(connector|samplers)\.", "connector"),
-    (r"^regions\.", "regions"),
-    (r"^language\.", "language"),
+    (r"encoders\..*", "encoders"),
+    (r"(connector|samplers)\..*", "connector"),
+    (r"regions\..*", "regions"),
+    (r"language\..*", "language"),
 )

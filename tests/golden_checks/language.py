@@ -8,20 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmkit.config import IGNORE_INDEX, IMAGE_TOKEN_INDEX, REGION_TOKEN_INDEX, VlmConfig
+from mmkit.config import IGNORE_INDEX, IMAGE_TOKEN_INDEX, REGION_TOKEN_INDEX, EncoderConfig
 from mmkit.letterbox import cropped, visible_cells
+from mmkit.models.convert.config import vlm_config
 from mmkit.models.convert.names import ours, rename
 from mmkit.models.generation import generate
 from mmkit.models.language import decoder_layers, load_language
 from mmkit.models.vlm import VisionLanguageModel, check_batch
 from tests.golden_checks.case import Case
 from tests.golden_checks.rows import collate
-
-LANGUAGE_FIELDS = (
-    "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
-    "max_position_embeddings", "rms_norm_eps", "hidden_act", "tie_word_embeddings",
-)  # fmt: skip
-
 
 class Grid(nn.Module):
     """Stands for an encoder whose features are given."""
@@ -31,42 +26,12 @@ class Grid(nn.Module):
         self.width, self.side = width, side
 
 
-def vlm_config(config: dict, sides: list[int], crop: bool, n_points: int = 512) -> VlmConfig:
-    """Our settings for a golden file's config, which has the original field names."""
-    kind = config.get("mm_projector_type", "linear")
-    sva = kind == "sva"
-    samplers = None
-    if sva and not config["connector_only"]:
-        names = ("start_of_vision_sampler_layers", "stride_of_vision_sampler_layers", "num_of_vision_sampler_layers")
-        samplers = dict(zip(("start", "stride", "count"), (config[name] for name in names), strict=True))
-    connector: dict = {"kind": kind if kind in ("sva", "linear", "identity") else "mlp", "newline": "query_num_list" in config}
-    if sva:
-        connector |= {"width": config["vision_hidden_size"], "depth": config["connector_depth"]}
-        connector["query_sides"] = [isqrt(n) for n in config["query_num_list"]]
-    elif connector["kind"] == "mlp":
-        connector["depth"] = int(kind.removeprefix("mlp").removesuffix("x_gelu"))
-    architecture = {name: config[name] for name in LANGUAGE_FIELDS if name in config} | {"model_type": "llama"}
-    if "rope_theta" in config:
-        architecture["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
-    regions = None
-    if config.get("region_geo_sampler") or config.get("region_fea_adapter"):
-        pool = config.get("sampler_pooler_mode", "mean")
-        regions = {"kind": "geo" if config.get("region_geo_sampler") else "mean", "transposed": True, "pool": pool, "n_points": n_points}
-    return VlmConfig(
-        encoders=[{"name": "given", "side": side} for side in sides],
-        connector=connector,
-        samplers=samplers,
-        language={"source": "random", "architecture": architecture},
-        regions=regions,
-        crop_padding=crop,
-    )
-
-
 def build(case: Case, widths: list[int], sides: list[int], crop: bool = False) -> VisionLanguageModel:
-    """The case's model with its weights, loaded strictly under their original names."""
-    config = vlm_config(case.json["config"], sides, crop)
-    encoders = [Grid(width, side) for width, side in zip(widths, sides, strict=True)]
-    model = VisionLanguageModel(config, load_language(config.language), encoders)
+    """The case's model with its weights, loaded strictly under their original names, its config read as a published one."""
+    encoders = [EncoderConfig(name="given", side=side) for side in sides]
+    config = vlm_config(case.json["config"], encoders).model_copy(update={"crop_padding": crop})
+    grids = [Grid(width, side) for width, side in zip(widths, sides, strict=True)]
+    model = VisionLanguageModel(config, load_language(config.language, weights=False), grids)
     model.load_state_dict(rename(case.weights, ours))
     return model.eval()
 
