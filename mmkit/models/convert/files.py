@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 REMAP_BYTES = 1 << 30
+SHARD_BYTES = 4 << 30
 PICKLED = (".bin", ".pt", ".pth")
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "trainer_state")
 
@@ -87,6 +88,31 @@ def names(path: Path) -> list[str]:
     return out
 
 
+class Lookup:
+    """Random access by name into a weight file or folder; each tensor is read when asked for."""
+
+    def __init__(self, path: Path):
+        self._file_of = {name: file for file in weight_files(Path(path)) for name in names(file)}
+        self._open: tuple[Path, dict[str, torch.Tensor]] | None = None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        from safetensors import safe_open
+
+        file = self._file_of[name]
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as handle:
+                return handle.get_tensor(name)
+        if self._open is None or self._open[0] != file:
+            self._open = (file, pickled(file))
+        return self._open[1][name]
+
+
 def _safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import SafetensorError, safe_open
 
@@ -145,3 +171,32 @@ def fill(model: nn.Module, stream: Iterable[tuple[str, torch.Tensor]], source: s
     problems = [f"missing {name}" for name in state if name not in found and not optional(name)] + problems
     if problems:
         raise ValueError(f"{source} does not fit the model: {len(problems)} tensors: " + "; ".join(problems))
+
+
+def write(stream: Iterable[tuple[str, torch.Tensor]], folder: Path, stem: str = "model") -> list[str]:
+    """Writes a stream as ``stem.safetensors``, or as numbered files with an index where it is larger than `SHARD_BYTES`. Returns all names."""
+    from safetensors.torch import save_file
+
+    parts: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        save_file(held, folder / f"{stem}-{len(parts):05d}.part", metadata={"format": "pt"})
+        parts.append(list(held))
+        held.clear()
+
+    for name, tensor in stream:
+        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > SHARD_BYTES:
+            flush()
+        held[name] = tensor.detach().cpu().contiguous()
+    flush()
+    if len(parts) == 1:
+        (folder / f"{stem}-00000.part").rename(folder / f"{stem}.safetensors")
+        return parts[0]
+    weight_map = {}
+    for index, group in enumerate(parts):
+        final = f"{stem}-{index + 1:05d}-of-{len(parts):05d}.safetensors"
+        (folder / f"{stem}-{index:05d}.part").rename(folder / final)
+        weight_map |= dict.fromkeys(group, final)
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1), encoding="utf8")
+    return list(weight_map)

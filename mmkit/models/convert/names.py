@@ -51,9 +51,14 @@ _LAYER = re.compile(r"(.*?\blayers\.\d+\.)(.*)")
 _WRAPPERS = re.compile(r"^(?:(?:module|_orig_mod|base_model\.model)\.)+")
 
 
+def unwrapped(name: str) -> str:
+    """``name`` without the prefixes that DDP, torch.compile and peft put before it."""
+    return _WRAPPERS.sub("", name)
+
+
 def ours(name: str) -> str:
     """Our name of an original tensor; wrapper prefixes (``module.``, ``_orig_mod.``, peft's) are dropped, the rest is the language model's."""
-    name = _WRAPPERS.sub("", name)
+    name = unwrapped(name)
     for there, here in _STEMS:
         if (renamed := _swap(name, there, here)) is not None:
             return _sampler_part(renamed, 0, 1) if "layers" in there else renamed

@@ -1,0 +1,249 @@
+"""Published checkpoints of Cambrian-1, Ferret, LLaVA-1.5 and OpenCLIP: read into our names, loaded into a model, written back.
+
+What a folder holds is told by its files and their fields, never by its name. Tensors are streamed: at most the model and a few
+tensors are in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmkit.cache import atomic_folder
+from mmkit.config import ClipConfig, EncoderConfig, ModelConfig, VlmConfig
+from mmkit.models.build import SkipInit, build
+from mmkit.models.convert import cambrian, ferret, files, llava, names, openclip
+from mmkit.models.convert.config import original_config, system_of, vlm_config
+from mmkit.models.encoders import load_encoder
+
+KINDS = ("full", "delta", "lora", "projector", "shards", "openclip")
+WRITERS = ("cambrian", "ferret", "llava", "openclip", "projector")
+PROJECTOR_FILES = ("mm_projector.bin", "region_geo_sampler.bin", "region_fea_adapter.bin")
+Stream = Iterator[tuple[str, Tensor]]
+
+_PARTS = r"mm_projector|vision_query|vision_sampler|image_newline|region_geo_sampler|region_fea_adapter"
+_PART = re.compile(rf"^.*?(?=(?:{_PARTS})[._]|(?:vision_query|image_newline)$)")
+_TOWER = re.compile(r"^model\.vision_tower(?:_aux_list\.(\d+))?\.vision_tower\.(?:vision_model\.|visual\.trunk\.|trunk\.)?(.+)$")
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|embeddings\.position_ids$")
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab.*", "merges.txt", "chat_template*")
+
+
+def kind_of(path: Path) -> str:
+    """One of `KINDS`, by the files of ``path``; ValueError where it is none of them. A delta is never told from full weights."""
+    if cambrian.RANK_FILE.fullmatch(path.name) or (path.is_dir() and any(cambrian.RANK_FILE.fullmatch(file.name) for file in path.iterdir())):
+        return "shards"
+    if path.is_dir():
+        for file, kind in ((openclip.CONFIG_FILE, "openclip"), ("adapter_config.json", "lora")):
+            if (path / file).is_file():
+                return kind
+        if any((path / name).is_file() for name in PROJECTOR_FILES):
+            return "projector"
+        if (path / "config.json").is_file():
+            return "full"
+        raise ValueError(f"{path} is no published checkpoint: it has no config.json, {openclip.CONFIG_FILE}, adapter_config.json or rank files")
+    found = [names.unwrapped(name) for name in files.names(path)]
+    if any(name.startswith("visual.") for name in found):
+        return "openclip"
+    if any(_PART.match(name) for name in found) and not any(".self_attn." in name for name in found):
+        return "projector"
+    raise ValueError(f"{path} holds neither an OpenCLIP model nor a connector; first tensors: {', '.join(found[:4])}")
+
+
+def read(
+    path: str | Path, kind: str | None = None, base: str | Path | None = None, encoders: Sequence[EncoderConfig] | None = None
+) -> tuple[ModelConfig, Stream]:
+    """(our config, stream of (our name, tensor)) of a published checkpoint.
+
+    ``path``: a local file or folder, or a hub repository. ``base``: the language model's weights, which a delta or LoRA folder
+    needs, and a projector may have; for an OpenCLIP file the model name (or a JSON config file), since a state dict does not say
+    its activation. ``encoders`` replaces the vision towers that config.json names.
+    """
+    path = files.locate(str(path))
+    kind = kind or ("delta" if base and kind_of(path) == "full" else kind_of(path))
+    if kind not in KINDS:
+        raise ValueError(f"no checkpoint kind {kind!r}; kinds are {', '.join(KINDS)}")
+    if kind == "openclip":
+        return _clip_config(path, base), openclip.tensors(path)
+    original = _original(path)
+    config = vlm_config(original, encoders)
+    return config, _ours(_streams(kind, path, files.locate(str(base)) if base else None, original), config)
+
+
+def _original(path: Path) -> dict[str, Any]:
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json, so the model's shape is unknown; put the release's config.json beside {path.name}")
+    return json.loads((folder / "config.json").read_text(encoding="utf8"))
+
+
+def _clip_config(path: Path, base: str | Path | None) -> ClipConfig:
+    if base is None:
+        return openclip.config_of(path if path.is_dir() else path.parent)
+    if Path(base).is_file():
+        return ClipConfig(name=Path(base).stem, architecture={"quick_gelu": False} | json.loads(Path(base).read_text(encoding="utf8")))
+    return ClipConfig(name=str(base))
+
+
+def _streams(kind: str, path: Path, base: Path | None, original: Mapping[str, Any]) -> Stream:
+    """(original name, tensor) of a checkpoint of the language-model systems."""
+    if kind in ("delta", "lora") and base is None:
+        raise ValueError(f"{path} holds a {kind}: give the weights of its base model as base" + _base_hint(path))
+    if kind == "shards":
+        return cambrian.consolidated(path)
+    if kind == "delta":
+        return ferret.apply_delta(files.tensors(path), base)
+    if kind == "lora":
+        return llava.merged(path, base)
+    if kind == "projector":
+        return _projector(path, base)
+    if system_of(original) == "ferret":
+        ferret.check_not_delta(files.Lookup(path), path)
+    return files.tensors(path)
+
+
+def _base_hint(path: Path) -> str:
+    if not (path / "adapter_config.json").is_file():
+        return ""
+    return f" (adapter_config.json names {json.loads((path / 'adapter_config.json').read_text())['base_model_name_or_path']})"
+
+
+def _projector(path: Path, base: Path | None) -> Stream:
+    """Connector and region tensors of adapter-only files, whatever stands before their names, then the base's."""
+    found = [path] if path.is_file() else [path / name for name in PROJECTOR_FILES if (path / name).is_file()]
+    for file in found:
+        for name, tensor in files.tensors(file):
+            yield "model." + _PART.sub("", name), tensor
+    if base:
+        yield from files.tensors(base)
+
+
+def _ours(stream: Stream, config: VlmConfig) -> Stream:
+    for name, tensor in stream:
+        if _COMPUTED.search(name):
+            continue
+        tower = _TOWER.match(names.unwrapped(name))
+        if tower:
+            yield f"encoders.{tower[1] or 0}.trunk.{tower[2]}", tensor
+        else:
+            yield names.ours(name), tensor
+
+
+# ---------------------------------------------------------------- into a model
+
+
+def load(
+    path: str | Path, kind: str | None = None, base: str | Path | None = None, encoders: Sequence[EncoderConfig] | None = None
+) -> tuple[nn.Module, ModelConfig]:
+    """(model with the published weights, its config). Encoders come from the checkpoint where it has them, else from their own source;
+    so does the language model of a projector without ``base``. ValueError naming every missing or unexpected tensor."""
+    config, stream = read(path, kind, base, encoders)
+    if isinstance(config, ClipConfig):
+        with SkipInit():
+            model = build(config, weights=False)
+        files.fill(model, stream, str(path))
+        return model, config
+    partial = (kind or kind_of(files.locate(str(path)))) == "projector" and base is None
+    if partial:
+        model = build(config, weights=True)
+    else:
+        drawn = any(encoder.weights == "random" for encoder in config.encoders)
+        with contextlib.nullcontext() if drawn else SkipInit():
+            model = build(config, weights=False)
+    filled = set()
+    own = ("encoders.", "language.") if partial else ("encoders.",)
+    files.fill(model, _noting(_buildable(stream, model), filled), str(path), optional=lambda name: name.startswith(own))
+    _complete_encoders(model, config, filled, loaded=partial)
+    return model, config
+
+
+def _buildable(stream: Stream, model: nn.Module) -> Stream:
+    """``stream`` without the encoder tensors behind the layer we read, which our encoders do not have."""
+    dropped = {f"encoders.{index}.trunk.{name}" for index, encoder in enumerate(model.encoders) for name in encoder.dropped}
+    return ((name, tensor) for name, tensor in stream if name not in dropped)
+
+
+def _noting(stream: Stream, seen: set[str]) -> Stream:
+    for name, tensor in stream:
+        seen.add(name)
+        yield name, tensor
+
+
+def _complete_encoders(model: nn.Module, config: VlmConfig, filled: set[str], loaded: bool) -> None:
+    for index, (encoder, settings) in enumerate(zip(model.encoders, config.encoders, strict=True)):
+        wanted = {f"encoders.{index}.{name}" for name in encoder.state_dict()}
+        missing = sorted(name for name in wanted - filled if not name.endswith("num_batches_tracked"))
+        if len(missing) < len(wanted) and missing:
+            raise ValueError(f"the checkpoint holds part of encoder {index} ({settings.name}); missing: {', '.join(missing)}")
+        if missing and not loaded:
+            load_encoder(encoder, settings)
+
+
+# ---------------------------------------------------------------- back to the original names
+
+
+def write(model: nn.Module, folder: str | Path, kind: str, tokenizer=None) -> Path:
+    """Writes ``model`` as ``kind`` (one of `WRITERS`) would have published it, into a new ``folder``.
+
+    "projector" writes ``mm_projector.bin`` (and ``region_geo_sampler.bin``) beside config.json. Frozen encoders are not written,
+    as in the originals; trained ones are. ``tokenizer`` is saved with the others where it is given.
+    """
+    if kind not in WRITERS:
+        raise ValueError(f"no published form {kind!r}; forms are {', '.join(WRITERS)}")
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not empty; name a new folder")
+    with atomic_folder(folder) as work:
+        if kind == "openclip":
+            from mmkit.models.clip import resolved
+
+            openclip.write_config(resolved(model.config), work)
+            files.write(((openclip.original(name), tensor) for name, tensor in _untied(model)), work, "open_clip_model")
+        else:
+            _write_system(model, work, kind)
+        if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(work)
+    return folder
+
+
+def _write_system(model: nn.Module, work: Path, kind: str) -> None:
+    config: VlmConfig = model.config
+    system = kind if kind != "projector" else "ferret" if config.regions else "cambrian" if config.connector.newline else "llava"
+    (work / "config.json").write_text(json.dumps(original_config(config, system), indent=2) + "\n", encoding="utf8")
+    stream = _original_names(model, system)
+    if kind != "projector":
+        files.write(stream, work)
+        return
+    kept = {name: tensor.detach().cpu().clone() for name, tensor in stream if _PART.match(name)}
+    regions = {name: tensor for name, tensor in kept.items() if "region_" in name}
+    torch.save({name: tensor for name, tensor in kept.items() if name not in regions}, work / "mm_projector.bin")
+    if regions:
+        torch.save(regions, work / ("region_geo_sampler.bin" if config.regions.kind == "geo" else "region_fea_adapter.bin"))
+
+
+def _original_names(model: nn.Module, system: str) -> Stream:
+    linear, mean = model.config.connector.kind == "linear", bool(model.config.regions and model.config.regions.kind == "mean")
+    trained = {f"encoders.{i}" for i, encoder in enumerate(model.encoders) if any(p.requires_grad for p in encoder.parameters())}
+    for name, tensor in _untied(model):
+        if not name.startswith("encoders."):
+            yield names.original(name, linear=linear, mean=mean), tensor
+        elif ".".join(name.split(".")[:2]) in trained:
+            index, rest = re.fullmatch(r"encoders\.(\d+)\.trunk\.(.+)", name).groups()
+            above = f"model.vision_tower_aux_list.{index}" if system == "cambrian" else "model.vision_tower"
+            yield f"{above}.vision_tower.{rest}", tensor
+
+
+def _untied(model: nn.Module) -> Stream:
+    """The state of ``model`` with each shared tensor once, under its first name."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        if tensor.numel() and tensor.data_ptr() in seen:
+            continue
+        seen.add(tensor.data_ptr())
+        yield name, tensor
