@@ -160,6 +160,7 @@ def load(
     own = ("encoders.", "language.") if partial else ("encoders.",)
     files.fill(model, _noting(_buildable(stream, model), filled), str(path), optional=lambda name: name.startswith(own))
     _complete_encoders(model, config, filled, loaded=partial)
+    model.weights_from = str(path)
     return model, config
 
 

@@ -1,0 +1,352 @@
+"""Exported models: a folder in the Hugging Face layout that `from_pretrained` reads back tensor for tensor.
+
+    config.json         our config, versions, and which tensors are referenced
+    model*.safetensors  tensors under our names
+    adapter/            LoRA weights in peft's own layout, where adapters were trained
+    tokenizer/
+
+A frozen part that still equals its public source, tensor by tensor (sha256), is referenced by that source and not stored.
+Nothing is told from the name of a folder. Not here: training checkpoints (`training.checkpoint`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor, nn
+
+from mmkit.cache import atomic_folder
+from mmkit.config import ClipConfig, ConfigError, ModelConfig, VlmConfig
+from mmkit.models.build import SkipInit, build, pack_folder
+from mmkit.models.convert import files, llava
+from mmkit.models.encoders import build_encoder, source_of, source_tensors
+
+logger = logging.getLogger(__name__)
+MARK = "mmkit_version"
+_QUANTISATION = re.compile(r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..+)$|\.(SCB|weight_format)$")
+Stream = Iterator[tuple[str, Tensor]]
+
+
+# ---------------------------------------------------------------- save
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    config: ModelConfig,
+    tokenizer=None,
+    state: Iterable[tuple[str, Tensor]] | None = None,
+    main: bool = True,
+) -> Path:
+    """Writes ``model`` to ``folder``, whole or not at all; an older export there is replaced.
+
+    ``state`` yields (name, whole CPU tensor) where the model's own tensors are slices (a backend's ``full_parameters()``). Every
+    process calls this and consumes ``state``; only ``main`` writes. The written files are opened again and checked.
+    """
+    folder = Path(folder)
+    stream = state if state is not None else _untied(model)
+    if not main:
+        for _ in stream:
+            pass
+        return folder
+    with atomic_folder(folder) as work:
+        sources = {} if isinstance(config, ClipConfig) else _source_hashes(model, config)
+        references: dict[str, dict[str, Any]] = {}
+        adapters: dict[str, Tensor] = {}
+        written = files.write(_stored(stream, sources, references, adapters), work)
+        _check_files(work, written)
+        _write_config(work, config, references)
+        if adapters:
+            _write_adapter(model, work / "adapter", adapters)
+        if hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(work / "tokenizer")
+    return folder
+
+
+def _untied(model: nn.Module) -> Stream:
+    """The model's state with each shared tensor once, under its first name."""
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if not tensor.numel() or key not in seen:
+            seen.add(key)
+            yield name, tensor
+
+
+def _base_name(name: str) -> str:
+    """The name without adapters: peft puts ``base_layer`` between a layer and its weight."""
+    return name.replace(".base_layer.", ".")
+
+
+def _stored(stream: Iterable[tuple[str, Tensor]], sources: dict[str, _Source], references: dict, adapters: dict[str, Tensor]) -> Stream:
+    """What goes into the weight files; the rest is put into ``references`` and ``adapters`` as it passes."""
+    for name, tensor in stream:
+        if ".lora_" in name:
+            adapters[name] = tensor.detach().cpu().clone()
+            continue
+        if _QUANTISATION.search(name):
+            continue
+        name = _base_name(name)
+        unit = next((unit for unit in sources if name.startswith(unit + ".")), None)
+        digest = sources[unit].hashes.get(name) if unit else None
+        quantised = tensor.dtype in (torch.uint8, torch.int8)
+        if digest is not None and (quantised or digest == digest_of(tensor)):
+            entry = references.setdefault(unit, {"source": sources[unit].source, "tensors": {}})
+            entry["tensors"][name] = digest
+        elif quantised:
+            raise ValueError(f"{name} is quantised and its unquantised source cannot be read; make the source reachable or train with bits: 16")
+        else:
+            yield name, tensor
+
+
+class _Source:
+    """A source of a part of the model, and the digest of each of its tensors under our names, in the type the model keeps it in."""
+
+    def __init__(self, source: str, tensors: Stream, dtypes: dict[str, torch.dtype]):
+        self.source = source
+        self.hashes = {name: digest_of(tensor.to(dtypes.get(name, tensor.dtype))) for name, tensor in tensors}
+
+
+def _source_hashes(model: nn.Module, config: VlmConfig) -> dict[str, _Source]:
+    """Part name -> its source, for frozen parts whose source can be read now."""
+    out = {}
+    for unit, source in _units(config).items():
+        part = model.get_submodule(unit)
+        if source is None or any(p.requires_grad for name, p in part.named_parameters() if ".lora_" not in name):
+            continue
+        state = {f"{unit}.{_base_name(name)}": tensor.dtype for name, tensor in part.state_dict().items()}
+        if torch.uint8 in state.values() or torch.int8 in state.values():
+            source = getattr(model, "weights_from", source)  # quantised weights cannot be compared with a source: it must be the right one
+        dtypes = {name: dtype for name, dtype in state.items() if dtype.is_floating_point}
+        try:
+            out[unit] = _Source(source, _unit_tensors(unit, source, config), dtypes)
+        except (ValueError, OSError) as error:
+            logger.info("%s is stored whole: its source %s cannot be read to compare (%s)", unit, source, error)
+    return out
+
+
+def _units(config: VlmConfig) -> dict[str, str | None]:
+    """Parts that have a source of their own, and that source (None: untrained)."""
+    language = config.language.source
+    out = {f"encoders.{index}": source_of(encoder) for index, encoder in enumerate(config.encoders)}
+    return out | {"language": None if language == "random" else language}
+
+
+def _unit_tensors(unit: str, source: str, config: VlmConfig) -> Stream:
+    """(our name, tensor) of a part, from its source: that of the config, or an earlier export."""
+    if (Path(source) / "config.json").is_file() and MARK in json.loads((Path(source) / "config.json").read_text(encoding="utf8")):
+        stored, content = read_config(source)
+        for name, tensor in stored_tensors(Path(source), stored, content, merge=True):
+            if name.startswith(unit + "."):
+                yield name, tensor
+    elif unit == "language":
+        for name, tensor in files.tensors(pack_folder(source) or files.locate(source)):
+            yield f"language.{name}", tensor
+    else:
+        settings = config.encoders[int(unit.split(".")[1])]
+        for name, tensor in source_tensors(build_encoder(settings, "meta"), settings):
+            yield f"{unit}.{name}", tensor
+
+
+def digest_of(tensor: Tensor) -> str:
+    """``dtype:sha256`` of a tensor's shape and bytes."""
+    digest = hashlib.sha256(str(tuple(tensor.shape)).encode())
+    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return f"{str(tensor.dtype).removeprefix('torch.')}:{digest.hexdigest()}"
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("mmkit")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "unknown"
+
+
+def _write_config(work: Path, config: ModelConfig, references: dict[str, Any]) -> None:
+    if isinstance(config, ClipConfig):
+        from mmkit.models.clip import resolved
+
+        config = resolved(config)
+    content = {MARK: _version(), "torch_version": torch.__version__, "model": config.model_dump(mode="json"), "references": references}
+    (work / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
+
+
+def _check_files(work: Path, written: list[str]) -> None:
+    """Opens what was written; a tensor that is absent, empty or not finite is an error now rather than at the next load."""
+    found = {}
+    for name, tensor in files.tensors(work) if written else ():
+        found[name] = tensor.numel() > 0 and (not tensor.is_floating_point() or bool(torch.isfinite(tensor).all()))
+    if broken := sorted(set(written) - {name for name, good in found.items() if good}):
+        raise ValueError(f"export is not written: {len(broken)} tensors are missing, empty or not finite: {', '.join(broken)}")
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def _write_adapter(model: nn.Module, folder: Path, adapters: dict[str, Tensor]) -> None:
+    import peft
+
+    folder.mkdir()
+    config = model.peft_config["default"].to_dict()
+    config = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()} | {"peft_version": peft.__version__}
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf8")
+    renamed = {"base_model.model." + name.replace(".default.", "."): tensor for name, tensor in adapters.items()}
+    files.write(iter(renamed.items()), folder, "adapter_model")
+    _check_files(folder, list(renamed))
+    llava.adapter_halves(folder)
+
+
+def lora_config(stored: dict[str, Any], source: str):
+    """peft's LoraConfig from a stored mapping. Settings this peft does not know are ignored, with a note, where they are off;
+    otherwise ValueError naming the peft version that wrote them."""
+    import dataclasses
+
+    import peft
+
+    known = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    version = stored.get("peft_version")
+    unknown = {key: value for key, value in stored.items() if key not in known}
+    if active := {key: value for key, value in unknown.items() if value not in (None, False, "", [], {}) and key != "peft_version"}:
+        raise ValueError(
+            f"{source}: adapter settings {active} are unknown to peft {peft.__version__} (written by peft {version or 'of unknown version'}); "
+            "install that version or a newer one"
+        )
+    if off := sorted(set(unknown) - {"peft_version"}):
+        logger.info("%s: ignored adapter settings that are off and unknown to peft %s: %s", source, peft.__version__, ", ".join(off))
+    return peft.LoraConfig(**{key: value for key, value in stored.items() if key in known})
+
+
+def _inject_adapter(model: nn.Module, folder: Path) -> None:
+    import peft
+
+    stored = json.loads((folder / "adapter_config.json").read_text(encoding="utf8"))
+    peft.inject_adapter_in_model(lora_config(stored, str(folder)), model, "default")
+    wanted = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
+    stream = ((_injected_name(name), tensor) for name, tensor in files.tensors(folder / "adapter_model.safetensors"))
+    left = set(wanted)
+    for name, tensor in stream:
+        if name not in wanted or wanted[name].shape != tensor.shape:
+            raise ValueError(f"{folder}: adapter tensor {name} of shape {tuple(tensor.shape)} has no place in the model")
+        wanted[name].copy_(tensor)
+        left.discard(name)
+    if left:
+        raise ValueError(f"{folder}: adapter tensors are missing: {', '.join(sorted(left))}")
+
+
+def _injected_name(name: str) -> str:
+    """peft's file name -> the name inside the model: the adapter's own name stands after ``lora_A`` and the like."""
+    name = name.removeprefix("base_model.model.")
+    head, _, tail = name.rpartition(".lora_")
+    part, dot, rest = tail.partition(".")
+    return f"{head}.lora_{part}.default{dot}{rest}"
+
+
+# ---------------------------------------------------------------- load
+
+
+def read_config(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """(model config, whole content) of an export's config.json; ConfigError where it is not one of ours or says too little."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} is no exported model: it has no config.json")
+    content = json.loads(path.read_text(encoding="utf8"))
+    if MARK not in content:
+        raise ConfigError(f"{path} was not written by mmkit; published checkpoints are read by models.convert.published or `mmkit convert`")
+    try:
+        config = TypeAdapter(ModelConfig).validate_python(content["model"])
+    except ValidationError as error:
+        raise ConfigError(f"{path} (written by mmkit {content[MARK]}): {error.errors()[0]['msg']} at {error.errors()[0]['loc']}") from None
+    if isinstance(config, ClipConfig) and "quick_gelu" not in (config.architecture or {}):
+        raise ConfigError(f"{path} does not say which activation the weights belong to; add model.architecture.quick_gelu (true for OpenAI's)")
+    return config, content
+
+
+def from_pretrained(
+    folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, merge: bool = False
+) -> tuple[nn.Module, ModelConfig]:
+    """(model, config) of an export, or of a published checkpoint in its authors' layout.
+
+    Adapters are injected by peft, or with ``merge`` folded into the weights in fp32. ``dtype`` None keeps fp32. Peak memory is
+    the model and one tensor. ValueError listing every missing or unexpected tensor by name.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file() or MARK not in json.loads((folder / "config.json").read_text(encoding="utf8")):
+        from mmkit.models.convert import published
+
+        model, config = published.load(folder)
+        return model.to(device=device, dtype=dtype), config
+    config, content = read_config(folder)
+    with SkipInit():
+        model = build(config, weights=False)
+    model.to(device=device, dtype=dtype)
+    files.fill(model, stored_tensors(folder, config, content, merge), str(folder))
+    if (folder / "adapter").is_dir() and not merge:
+        _inject_adapter(model, folder / "adapter")
+    model.weights_from = str(folder.resolve())
+    return model, config
+
+
+def stored_tensors(folder: Path, config: ModelConfig, content: dict[str, Any], merge: bool) -> Stream:
+    """(our name, tensor) of an export: stored ones, then referenced ones from their sources, checked by hash."""
+    stream = _all_tensors(folder, config, content)
+    if not merge or not (folder / "adapter").is_dir():
+        return stream
+    adapter = folder / "adapter"
+    return llava.merge(stream, llava.adapter_halves(adapter), llava.adapter_config(adapter), str(folder))
+
+
+def _all_tensors(folder: Path, config: ModelConfig, content: dict[str, Any]) -> Stream:
+    if any(folder.glob("model*.safetensors")):
+        yield from files.tensors(folder)
+    for unit, entry in content["references"].items():
+        left = dict(entry["tensors"])
+        for name, tensor in _unit_tensors(unit, entry["source"], config):
+            if (digest := left.pop(name, None)) is None:
+                continue
+            tensor = tensor.to(getattr(torch, digest.split(":")[0]))
+            if digest_of(tensor) != digest:
+                raise ValueError(f"{folder}: {name} is taken from {entry['source']}, which has changed since the export (sha256 differs)")
+            yield name, tensor
+        if left:
+            raise ValueError(f"{folder}: {entry['source']} no longer holds {', '.join(sorted(left))}")
+
+
+def load_into(model: nn.Module, config: ModelConfig, folder: str | Path) -> None:
+    """Copies the weights of an export into ``model``, built for ``config``; its adapters are merged.
+
+    ConfigError where the export's architecture is another, naming the setting and both values.
+    """
+    folder = Path(folder)
+    stored, content = read_config(folder)
+    check_same_architecture(config, stored, str(folder))
+    files.fill(model, stored_tensors(folder, stored, content, merge=True), str(folder))
+    model.weights_from = str(folder.resolve())
+
+
+def check_same_architecture(config: ModelConfig, stored: ModelConfig, source: str) -> None:
+    """ConfigError naming the first setting that shapes the network (activation included) in which two configs differ."""
+    if config.kind != stored.kind:
+        raise ConfigError(f"{source} holds a {stored.kind} model, the run builds a {config.kind} model")
+    for name, shape in _shapes(config).items():
+        if shape != (there := _shapes(stored)[name]):
+            raise ConfigError(f"model.{name} is {shape}, the weights in {source} have {there}; take that setting or other weights")
+
+
+def _shapes(config: ModelConfig) -> dict[str, Any]:
+    if isinstance(config, ClipConfig):
+        from mmkit.models.clip import architecture_of
+
+        whole = architecture_of(config)
+        return {f"architecture.{name}": whole.get(name) for name in ("quick_gelu", "embed_dim", "vision_cfg", "text_cfg")}
+    encoders = [(encoder.name, encoder.side, encoder.resolution, encoder.architecture) for encoder in config.encoders]
+    out: dict[str, Any] = {"encoders": encoders, "language.architecture": dict(config.language.architecture)}
+    return out | {name: getattr(config, name) for name in ("connector", "samplers", "regions")}
