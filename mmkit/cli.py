@@ -131,6 +131,8 @@ def _add_launch(commands: Any) -> None:
     parser = _command(commands, "launch", _launch, "Train on this machine, a SLURM cluster or a TPU pod.", epilog=LAUNCH_EPILOG)
     _add_run_options(parser)
     parser.add_argument("--target", choices=("local", "slurm", "tpu"), default="local")
+    for name in ("slurm", "tpu"):
+        parser.add_argument(f"--{name}", action="store_const", const=name, dest="target", help=f"the same as --target {name}")
     parser.add_argument("--option", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="of the target, as accelerator=v4-32")
     parser.add_argument("--show", action="store_true", help="print the commands or the job script; start nothing")
 
@@ -246,10 +248,12 @@ def _launch_slurm(run: RunConfig, wanted: dict[str, str], show: bool) -> int:
 
     cluster = checked(slurm.SlurmConfig, wanted, "--option")
     folder = Path(run.folder) / "slurm"
+    spread = slurm.for_cluster(run, cluster)
     if show:
-        print(slurm.render(cluster, folder / "config.yaml", folder / "output.log"))
+        print(slurm.render(cluster, folder / "config.yaml", folder / "job.log"))
         return 0
-    print(slurm.submit(run, cluster, folder))
+    job = slurm.submit(spread, cluster, folder)
+    print(f"job {job.id}: script {job.script}, output {job.log}; `scancel {job.id}` ends it with a checkpoint kept")
     return 0
 
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 Stage = Literal["pretrain", "finetune", "eval"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Component = Literal["language", "connector", "samplers", "regions", "encoders", "image", "text", "scale"]
+Digits = BeforeValidator(lambda value: int(value) if isinstance(value, str) and value.strip().isdigit() else value)  # for Literal numbers
 IMAGE_TOKEN_INDEX = -200  # stands for one image slot in input_ids; never a vocabulary id
 REGION_TOKEN_INDEX = -300  # stands for one region token in input_ids
 IGNORE_INDEX = -100  # a label that carries no loss
@@ -264,7 +265,7 @@ class TrainConfig(Settings):
 
     trainable: tuple[Component, ...] = ("connector", "samplers")  # components with all their weights trained
     lora: LoraConfig | None = None
-    bits: Literal[4, 8, 16] = 16  # storage of frozen language-model weights
+    bits: Annotated[Literal[4, 8, 16], Digits] = 16  # storage of frozen language-model weights
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: Precision = "bf16"
     global_batch: int = Field(128, gt=0)  # rows of one optimizer step over all devices
@@ -286,7 +287,7 @@ class BackendConfig(Settings):
 
     kind: Literal["single", "torch", "deepspeed", "xla"] = "single"
     strategy: Literal["ddp", "fsdp"] = "ddp"  # of torch
-    zero_stage: Literal[0, 1, 2, 3] = 2  # of deepspeed
+    zero_stage: Annotated[Literal[0, 1, 2, 3], Digits] = 2  # of deepspeed
     offload: bool = False  # optimizer and, in ZeRO-3, parameters on the CPU
     deepspeed_config: str | None = None  # a user's DeepSpeed file; "auto" is filled in
     processes: int = Field(1, ge=1)

@@ -1,0 +1,199 @@
+"""Where a run starts, what is watched, and how it stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mmkit.config import ConfigError, load
+from mmkit.launch import launch as launching
+from mmkit.launch.launch import LaunchError, child_command, child_environment, follow, is_worker, launch, read_metrics
+
+VARIABLES = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "PJRT_DEVICE", "MMKIT_WORKER", "TPU_NAME")
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def a_run(tmp_path: Path, **overrides):
+    return load("8b-debug", "pretrain", {"root": str(tmp_path), "backend.kind": "single", **overrides})
+
+
+def test_one_process_trains_in_the_kernel_and_several_in_a_torchrun_child(tmp_path):
+    assert child_command(a_run(tmp_path)) is None
+    command = child_command(a_run(tmp_path, **{"backend.kind": "torch", "backend.processes": 2}))
+    assert command[1:4] == ["-m", "torch.distributed.run", "--standalone"] and "--nproc-per-node=2" in command
+
+
+def test_deepspeed_with_one_process_stays_in_the_kernel(tmp_path):
+    assert child_command(a_run(tmp_path, **{"backend.kind": "deepspeed"})) is None
+
+
+def test_xla_gets_a_child_with_its_variables_set_before_any_import(tmp_path):
+    run = a_run(tmp_path, **{"backend.kind": "xla", "backend.xla_devices": 2})
+    assert child_command(run)[1:] == ["-m", "mmkit", "train"]
+    assert child_environment(run) == {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
+    assert child_environment(a_run(tmp_path)) == {}
+
+
+def test_several_machines_are_left_to_their_scheduler(tmp_path):
+    with pytest.raises(ConfigError, match="--target slurm"):
+        child_command(a_run(tmp_path, **{"backend.kind": "torch", "backend.nodes": 2}))
+
+
+@pytest.mark.parametrize(
+    ("variables", "worker"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, True),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, False),  # a kernel in which one DeepSpeed process ran
+        ({"RANK": "1"}, True),  # incomplete: training says what is missing
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, False),
+        ({"MMKIT_WORKER": "1"}, True),
+    ],
+)
+def test_a_process_knows_whether_it_was_started_as_a_worker(monkeypatch, variables, worker):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert is_worker() is worker
+
+
+def test_a_kernel_that_holds_the_devices_is_told_before_a_child_starts(tmp_path, monkeypatch):
+    held = types.SimpleNamespace(_XLAC=types.SimpleNamespace(_xla_runtime_is_initialized=lambda: True))
+    monkeypatch.setitem(sys.modules, "torch_xla", held)
+    monkeypatch.setattr(launching.subprocess, "Popen", lambda *a, **k: pytest.fail("a child was started"))
+    with pytest.raises(ConfigError, match="restart the kernel"):
+        launch(a_run(tmp_path, **{"backend.kind": "xla", "backend.xla_devices": 2}))
+
+
+def test_follow_gives_whole_lines_once_and_waits_for_the_rest(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = follow(path)
+    assert next(lines) == []
+    path.write_text('{"step": 1}\n{"step": 2')
+    assert next(lines) == [{"step": 1}]
+    with path.open("a") as file:
+        file.write("}\n")
+    assert next(lines) == [{"step": 2}] and next(lines) == []
+    path.write_text('{"step": 1}\n')  # shorter than before: begun anew
+    assert next(lines) == [{"step": 1}]
+    assert list(next(follow(path, from_end=True))) == []
+
+
+WORKER = """
+import json, os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True, exist_ok=True)
+stop = []
+signal.signal(signal.SIGINT, lambda *_: stop.append(1))
+for step in range(1, 400):
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": step, "loss": 1 / step}) + "\\n")
+    if stop:
+        (folder / "checkpoints").mkdir(exist_ok=True); break
+    if step == int(sys.argv[2]):
+        break
+    time.sleep(0.05)
+"""
+
+
+def fake_command(tmp_path: Path, run, steps: int) -> list[str]:
+    """A stand-in for torchrun: writes metrics, and on SIGINT a checkpoint."""
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    return [sys.executable, str(script), run.folder, str(steps)]
+
+
+def test_metrics_of_a_child_arrive_one_by_one(tmp_path, monkeypatch):
+    run = a_run(tmp_path, **{"backend.kind": "torch", "backend.processes": 2})
+    monkeypatch.setattr(launching, "child_command", lambda run: fake_command(tmp_path, run, 5))
+    seen = []
+    result = launch(run, on_log=seen.append)
+    assert [record["step"] for record in seen] == [1, 2, 3, 4, 5]
+    assert result.steps == 5 and result.last["loss"] == 0.2 and not result.stopped and "5 steps" in str(result)
+
+
+def test_an_interrupt_becomes_a_checkpoint_and_a_clean_end(tmp_path, monkeypatch, capsys):
+    run = a_run(tmp_path, **{"backend.kind": "torch", "backend.processes": 2})
+    monkeypatch.setattr(launching, "child_command", lambda run: fake_command(tmp_path, run, 399))
+    seen = []
+
+    def on_log(record):
+        seen.append(record)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    result = launch(run, on_log=on_log)
+    assert result.stopped and (result.folder / "checkpoints").is_dir() and result.steps < 399
+    assert "stopping after the step in hand" in capsys.readouterr().out
+
+
+def test_a_child_that_dies_shows_its_last_lines_and_a_users_error_its_message(tmp_path, monkeypatch):
+    run = a_run(tmp_path, **{"backend.kind": "torch", "backend.processes": 2})
+    for code, kind, words in (
+        ("print('before'); raise RuntimeError('boom')", LaunchError, "boom"),
+        ("import sys; print('mmkit: error: lr is wrong', file=sys.stderr); sys.exit(2)", ConfigError, "^lr is wrong$"),
+    ):
+        monkeypatch.setattr(launching, "child_command", lambda run, code=code: [sys.executable, "-c", code])
+        with pytest.raises(kind, match=words):
+            launch(run)
+
+
+def test_the_tree_below_a_child_is_ended(tmp_path):
+    code = "import subprocess, time; subprocess.Popen(['sleep', '60']); print('up', flush=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    child.stdout.readline()
+    grandchildren = psutil.Process(child.pid).children()
+    launching.end_tree(child.pid)
+    child.wait()
+    assert not [each for each in grandchildren if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    launching.end_tree(child.pid)  # safe to repeat
+
+
+def test_a_dry_run_starts_nothing(tmp_path):
+    result = launch(a_run(tmp_path, dry_run=True))
+    assert result.steps == 0 and "dry run" in str(result) and not Path(result.run.folder).exists()
+
+
+def test_read_metrics_of_a_run_that_is_still_writing(tmp_path):
+    stop = threading.Event()
+
+    def write():
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            for step in range(1, 200):
+                file.write(json.dumps({"step": step}) + "\n")
+                file.flush()
+                if stop.is_set():
+                    return
+                time.sleep(0.005)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    time.sleep(0.1)
+    found = read_metrics(tmp_path)
+    stop.set()
+    writer.join()
+    assert [record["step"] for record in found] == list(range(1, len(found) + 1)) and found
+    assert read_metrics(tmp_path / "none") == []
+
+
+def test_a_worker_trains_in_place_and_passes_the_records_on(tmp_path, monkeypatch):
+    called = []
+    fake = types.ModuleType("mmkit.training.loop")
+    fake.train = lambda run, on_log=None: called.append((run, on_log))
+    monkeypatch.setitem(sys.modules, "mmkit.training.loop", fake)
+    monkeypatch.setenv("MMKIT_WORKER", "1")
+    run = a_run(tmp_path, **{"backend.kind": "torch", "backend.processes": 2})
+    launch(run, on_log=print)
+    assert called == [(run, print)] and os.environ["MMKIT_WORKER"] == "1"
