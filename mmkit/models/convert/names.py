@@ -50,6 +50,11 @@ _STEMS = (
 _LAYER = re.compile(r"(.*?\blayers\.\d+\.)(.*)")
 _WRAPPERS = re.compile(r"^(?:(?:module|_orig_mod|base_model\.model)\.)+")
 
+# What stands before the name of a connector or region tensor in adapter-only files, which differ in their prefixes.
+PART = re.compile(
+    r"^.*?(?=(?:mm_projector|vision_query|vision_sampler|image_newline|region_geo_sampler|region_fea_adapter)[._]|(?:vision_query|image_newline)$)"
+)
+
 
 def unwrapped(name: str) -> str:
     """``name`` without the prefixes that DDP, torch.compile and peft put before it."""

@@ -1,4 +1,4 @@
-"""Published checkpoints of Cambrian-1, Ferret, LLaVA-1.5 and OpenCLIP: read into our names, loaded into a model, written back.
+"""Published checkpoints of Cambrian-1, Ferret, LLaVA-1.5 and OpenCLIP: read into our names and loaded into a model.
 
 What a folder holds is told by its files and their fields, never by its name. Tensors are streamed: at most the model and a few
 tensors are in memory.
@@ -13,31 +13,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from mmkit.cache import atomic_folder
 from mmkit.config import ClipConfig, EncoderConfig, ModelConfig, VlmConfig
 from mmkit.models.build import SkipInit, build
 from mmkit.models.convert import cambrian, ferret, files, llava, names, openclip
-from mmkit.models.convert.config import original_config, system_of, vlm_config
+from mmkit.models.convert.config import system_of, vlm_config
 from mmkit.models.encoders import load_encoder
 
 KINDS = ("full", "delta", "lora", "projector", "shards", "openclip")
-WRITERS = ("cambrian", "ferret", "llava", "openclip", "projector")
 PROJECTOR_FILES = ("mm_projector.bin", "region_geo_sampler.bin", "region_fea_adapter.bin")
 Stream = Iterator[tuple[str, Tensor]]
 
-_PARTS = r"mm_projector|vision_query|vision_sampler|image_newline|region_geo_sampler|region_fea_adapter"
-_PART = re.compile(rf"^.*?(?=(?:{_PARTS})[._]|(?:vision_query|image_newline)$)")
 _TOWER = re.compile(r"^model\.vision_tower(?:_aux_list\.(\d+))?\.vision_tower\.(?:vision_model\.|visual\.trunk\.|trunk\.)?(.+)$")
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|embeddings\.position_ids$")
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab.*", "merges.txt", "chat_template*")
 
 
 def kind_of(path: Path) -> str:
     """One of `KINDS`, by the files of ``path``; ValueError where it is none of them. A delta is never told from full weights."""
-    if cambrian.RANK_FILE.fullmatch(path.name) or (path.is_dir() and any(cambrian.RANK_FILE.fullmatch(file.name) for file in path.iterdir())):
+    candidates = path.iterdir() if path.is_dir() else [path]
+    sliced = any(cambrian.SHARD_FILE.fullmatch(file.name) for file in candidates)
+    if sliced:
         return "shards"
     if path.is_dir():
         for file, kind in ((openclip.CONFIG_FILE, "openclip"), ("adapter_config.json", "lora")):
@@ -51,7 +47,7 @@ def kind_of(path: Path) -> str:
     found = [names.unwrapped(name) for name in files.names(path)]
     if any(name.startswith("visual.") for name in found):
         return "openclip"
-    if any(_PART.match(name) for name in found) and not any(".self_attn." in name for name in found):
+    if any(names.PART.match(name) for name in found) and not any(".self_attn." in name for name in found):
         return "projector"
     raise ValueError(f"{path} holds neither an OpenCLIP model nor a connector; first tensors: {', '.join(found[:4])}")
 
@@ -119,7 +115,7 @@ def _projector(path: Path, base: Path | None) -> Stream:
     found = [path] if path.is_file() else [path / name for name in PROJECTOR_FILES if (path / name).is_file()]
     for file in found:
         for name, tensor in files.tensors(file):
-            yield "model." + _PART.sub("", name), tensor
+            yield "model." + names.PART.sub("", name), tensor
     if base:
         yield from files.tensors(base)
 
@@ -184,67 +180,3 @@ def _complete_encoders(model: nn.Module, config: VlmConfig, filled: set[str], lo
             raise ValueError(f"the checkpoint holds part of encoder {index} ({settings.name}); missing: {', '.join(missing)}")
         if missing and not loaded:
             load_encoder(encoder, settings)
-
-
-# ---------------------------------------------------------------- back to the original names
-
-
-def write(model: nn.Module, folder: str | Path, kind: str, tokenizer=None) -> Path:
-    """Writes ``model`` as ``kind`` (one of `WRITERS`) would have published it, into a new ``folder``.
-
-    "projector" writes ``mm_projector.bin`` (and ``region_geo_sampler.bin``) beside config.json. Frozen encoders are not written,
-    as in the originals; trained ones are. ``tokenizer`` is saved with the others where it is given.
-    """
-    if kind not in WRITERS:
-        raise ValueError(f"no published form {kind!r}; forms are {', '.join(WRITERS)}")
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not empty; name a new folder")
-    with atomic_folder(folder) as work:
-        if kind == "openclip":
-            from mmkit.models.clip import resolved
-
-            openclip.write_config(resolved(model.config), work)
-            files.write(((openclip.original(name), tensor) for name, tensor in _untied(model)), work, "open_clip_model")
-        else:
-            _write_system(model, work, kind)
-        if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
-            tokenizer.save_pretrained(work)
-    return folder
-
-
-def _write_system(model: nn.Module, work: Path, kind: str) -> None:
-    config: VlmConfig = model.config
-    system = kind if kind != "projector" else "ferret" if config.regions else "cambrian" if config.connector.newline else "llava"
-    (work / "config.json").write_text(json.dumps(original_config(config, system), indent=2) + "\n", encoding="utf8")
-    stream = _original_names(model, system)
-    if kind != "projector":
-        files.write(stream, work)
-        return
-    kept = {name: tensor.detach().cpu().clone() for name, tensor in stream if _PART.match(name)}
-    regions = {name: tensor for name, tensor in kept.items() if "region_" in name}
-    torch.save({name: tensor for name, tensor in kept.items() if name not in regions}, work / "mm_projector.bin")
-    if regions:
-        torch.save(regions, work / ("region_geo_sampler.bin" if config.regions.kind == "geo" else "region_fea_adapter.bin"))
-
-
-def _original_names(model: nn.Module, system: str) -> Stream:
-    linear, mean = model.config.connector.kind == "linear", bool(model.config.regions and model.config.regions.kind == "mean")
-    trained = {f"encoders.{i}" for i, encoder in enumerate(model.encoders) if any(p.requires_grad for p in encoder.parameters())}
-    for name, tensor in _untied(model):
-        if not name.startswith("encoders."):
-            yield names.original(name, linear=linear, mean=mean), tensor
-        elif ".".join(name.split(".")[:2]) in trained:
-            index, rest = re.fullmatch(r"encoders\.(\d+)\.trunk\.(.+)", name).groups()
-            above = f"model.vision_tower_aux_list.{index}" if system == "cambrian" else "model.vision_tower"
-            yield f"{above}.vision_tower.{rest}", tensor
-
-
-def _untied(model: nn.Module) -> Stream:
-    """The state of ``model`` with each shared tensor once, under its first name."""
-    seen: set[int] = set()
-    for name, tensor in model.state_dict().items():
-        if tensor.numel() and tensor.data_ptr() in seen:
-            continue
-        seen.add(tensor.data_ptr())
-        yield name, tensor
