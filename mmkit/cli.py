@@ -141,8 +141,10 @@ def _add_convert(commands: Any) -> None:
     parser = _command(commands, "convert", _convert, "Read or write a published checkpoint.")
     parser.add_argument("source", help="folder or file of the published checkpoint, or an export of ours with --to")
     parser.add_argument("target", help="folder to write")
-    parser.add_argument("--model", metavar="NAME", required=True, help="the preset it belongs to")
+    parser.add_argument("--model", metavar="NAME", help="the preset it belongs to; compared with what the release says")
     parser.add_argument("--to", action="store_true", help="from ours to the published layout")
+    parser.add_argument("--kind", help="full, delta, lora, projector, shards, openclip; with --to: cambrian, ferret, llava, openclip, projector")
+    parser.add_argument("--base", help="weights of the base model (deltas, LoRA folders), or the open_clip model name of a lone file")
 
 
 def _add_figures(commands: Any) -> None:
@@ -313,10 +315,12 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from mmkit.models.convert.published import export_published, import_published
+    from mmkit.models.convert.commands import export_published, import_published
 
-    convert = export_published if options.to else import_published
-    print(convert(options.source, options.target, options.model))
+    if options.to:
+        print(export_published(options.source, options.target, options.model, options.kind))
+    else:
+        print(import_published(options.source, options.target, options.model, options.base, options.kind))
     return 0
 
 

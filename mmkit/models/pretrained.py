@@ -29,9 +29,14 @@ from mmkit.config import ClipConfig, ConfigError, ModelConfig, VlmConfig
 from mmkit.models.build import SkipInit, build, pack_folder
 from mmkit.models.convert import files, llava
 from mmkit.models.encoders import build_encoder, source_of, source_tensors
+from mmkit.models.language import hf_config
 
 logger = logging.getLogger(__name__)
 MARK = "mmkit_version"
+LANGUAGE_SHAPES = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "hidden_act", "tie_word_embeddings", "rms_norm_eps", "rope_parameters",
+)  # fmt: skip
 _QUANTISATION = re.compile(r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..+)$|\.(SCB|weight_format)$")
 Stream = Iterator[tuple[str, Tensor]]
 
@@ -282,8 +287,8 @@ def from_pretrained(
     if not (folder / "config.json").is_file() or MARK not in json.loads((folder / "config.json").read_text(encoding="utf8")):
         from mmkit.models.convert import published
 
-        model, config = published.load(folder)
-        return model.to(device=device, dtype=dtype), config
+        model, config = published.load(folder, dtype=dtype or torch.float32)
+        return model.to(device), config
     config, content = read_config(folder)
     with SkipInit():
         model = build(config, weights=False)
@@ -348,5 +353,6 @@ def _shapes(config: ModelConfig) -> dict[str, Any]:
         whole = architecture_of(config)
         return {f"architecture.{name}": whole.get(name) for name in ("quick_gelu", "embed_dim", "vision_cfg", "text_cfg")}
     encoders = [(encoder.name, encoder.side, encoder.resolution, encoder.architecture) for encoder in config.encoders]
-    out: dict[str, Any] = {"encoders": encoders, "language.architecture": dict(config.language.architecture)}
+    language = hf_config(config.language.architecture)
+    out = {f"language.architecture.{name}": getattr(language, name, None) for name in LANGUAGE_SHAPES} | {"encoders": encoders}
     return out | {name: getattr(config, name) for name in ("connector", "samplers", "regions")}

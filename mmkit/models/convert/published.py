@@ -7,12 +7,14 @@ tensors are in memory.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmkit.config import ClipConfig, EncoderConfig, ModelConfig, VlmConfig
@@ -135,24 +137,30 @@ def _ours(stream: Stream, config: VlmConfig) -> Stream:
 
 
 def load(
-    path: str | Path, kind: str | None = None, base: str | Path | None = None, encoders: Sequence[EncoderConfig] | None = None
+    path: str | Path,
+    kind: str | None = None,
+    base: str | Path | None = None,
+    encoders: Sequence[EncoderConfig] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[nn.Module, ModelConfig]:
-    """(model with the published weights, its config). Encoders come from the checkpoint where it has them, else from their own source;
-    so does the language model of a projector without ``base``. ValueError naming every missing or unexpected tensor."""
+    """(model with the published weights, its config), in ``dtype`` or the type they are stored in.
+
+    Encoders come from the checkpoint where it has them, else from their own source; so does the language model of a projector
+    without ``base``. ValueError naming every missing or unexpected tensor.
+    """
     config, stream = read(path, kind, base, encoders)
+    first = next(stream)
+    dtype, stream = dtype or first[1].dtype, itertools.chain([first], stream)
     if isinstance(config, ClipConfig):
         with SkipInit():
-            model = build(config, weights=False)
+            model = build(config, weights=False).to(dtype=dtype)
         files.fill(model, stream, str(path))
         return model, config
     partial = (kind or kind_of(files.locate(str(path)))) == "projector" and base is None
-    if partial:
-        model = build(config, weights=True)
-    else:
-        drawn = any(encoder.weights == "random" for encoder in config.encoders)
-        with contextlib.nullcontext() if drawn else SkipInit():
-            model = build(config, weights=False)
-    filled = set()
+    drawn = partial or any(encoder.weights == "random" for encoder in config.encoders)
+    with contextlib.nullcontext() if drawn else SkipInit():
+        model = build(config, weights=partial).to(dtype=dtype)
+    filled: set[str] = set()
     own = ("encoders.", "language.") if partial else ("encoders.",)
     files.fill(model, _noting(_buildable(stream, model), filled), str(path), optional=lambda name: name.startswith(own))
     _complete_encoders(model, config, filled, loaded=partial)
