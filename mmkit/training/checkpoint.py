@@ -197,6 +197,16 @@ class Checkpoints:
         steps = self.steps() if self.backend.is_main else []
         return self.backend.broadcast(self.store.path(folder_name(steps[-1])) if steps else None)
 
+    def at_or_before(self, step: int) -> str | None:
+        """Path of the newest complete checkpoint of ``step`` or earlier; later ones are removed, as a rewind leaves them behind."""
+        steps = self.backend.broadcast(self.steps() if self.backend.is_main else [])
+        if self.backend.is_main:
+            for later in (found for found in steps if found > step):
+                self.store.remove(folder_name(later))
+        self.backend.barrier()
+        kept = [found for found in steps if found <= step]
+        return self.store.path(folder_name(kept[-1])) if kept else None
+
     def is_best(self, value: float) -> bool:
         """Whether ``value`` beats the metric of every kept checkpoint; decided on the main process for all (U38)."""
         better = min if self.config.best_mode == "min" else max

@@ -2,8 +2,8 @@
 
 Groups are made by component (a model file's COMPONENTS table) and by whether weight decay applies. A parameter does not decay
 when it has fewer than two dimensions (biases, norms, scales, class tokens) or belongs to a norm module; told by module type and
-shape, because a name rule such as "contains ln" also hits names that merely contain it. Position embeddings decay, as in
-open_clip (clip-training section 3). Schedules are in `schedule.py`.
+shape, because a name rule such as "contains ln" also hits names that merely contain it. Position embeddings do not decay either,
+except in open_clip's towers, whose published recipes decay them. Schedules are in `schedule.py`.
 """
 
 from __future__ import annotations

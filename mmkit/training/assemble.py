@@ -1,0 +1,165 @@
+"""From a RunConfig to everything a training loop holds: model, data, objective, optimizer, schedule, guard, checkpoints.
+
+Order matters: check the settings, read weights (`weights.py`), freeze and add adapters, open the data (`feed.py`), wrap. Not here:
+the loop itself, and the run folder (`run_folder.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mmkit.config import ConfigError, RunConfig
+from mmkit.sharding.backend import Backend, create
+from mmkit.training.checkpoint import Checkpoints, fingerprint
+from mmkit.training.feed import make_loader
+from mmkit.training.loss import LanguageObjective
+from mmkit.training.optim import optimizer_factory
+from mmkit.training.schedule import Schedule
+from mmkit.training.stability import StabilityGuard
+from mmkit.training.weights import build_model, parent_export, prepare_model
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainState:
+    """All that a step needs and changes."""
+
+    run: RunConfig
+    backend: Backend
+    model: nn.Module  # as built, for names and files
+    objective: nn.Module  # as wrapped by the backend: the one to call
+    loader: Any
+    schedule: Schedule
+    guard: StabilityGuard
+    checkpoints: Checkpoints
+    total_steps: int
+    accumulate: Callable  # window of batches, count -> what the objective returned for each
+    frozen: dict[str, Any]  # fingerprint of the frozen weights
+    tables: dict[str, Any]  # for people: parameter groups, adapters, components
+    started_from: str | None = None  # the export whose weights it began with
+    components: tuple = ()  # the model file's table: name pattern -> component
+    reached: list[dict] | None = None  # the gradient report of the first update
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    precisions: list[dict] = field(default_factory=list)  # from which step on which precision was used
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of one step."""
+        return self.run.accumulation
+
+
+def assemble(run: RunConfig) -> TrainState:
+    """The state before step 0 of ``run``. Wrong settings and missing files are refused before weights are read."""
+    check(run)
+    backend = create(run.backend, run.train.precision)
+    seed_everything(run.seed)
+    model, parts = build_model(run)
+    tables = prepare_model(model, run, parts.COMPONENTS)
+    frozen = fingerprint(model)
+    objective = make_objective(model, run, backend)
+    factory = optimizer_factory(model, parts.COMPONENTS, run.train.optimizer)
+    data = make_loader(run, model, backend)
+    wrapped = backend.prepare(
+        objective, factory, train=run.train, rules=parts.SHARDING, blocks=parts.BLOCKS, accumulation=run.accumulation
+    )
+    wrapped.train()
+    seed_everything(run.seed + 1 + backend.rank)
+    total = run.train.steps or max(math.ceil(run.train.epochs * data.steps_per_epoch), 1)
+    tables["groups"] = [
+        {"group": g["title"], "lr": g["base_lr"], "weight_decay": g["weight_decay"], "tensors": len(g["params"])}
+        for g in backend.optimizer.param_groups
+    ]
+    guard = StabilityGuard(run.train.stability, run.folder, backend.any_device, backend.is_main)
+    checkpoints = Checkpoints(f"{run.folder}/checkpoints", run.train.checkpoint, backend)
+    return TrainState(
+        run, backend, model, wrapped, data, Schedule(run.train.optimizer, total), guard, checkpoints, total,
+        accumulator(run, wrapped, objective, backend), frozen, tables, started_from=parent_export(run), components=parts.COMPONENTS,
+        precisions=[{"step": 0, "precision": run.train.precision}],
+    )  # fmt: skip
+
+
+def check(run: RunConfig) -> None:
+    """ConfigError for settings that cannot work together, before anything is read or downloaded."""
+    from mmkit.sharding.combinations import check_combination
+
+    if run.stage == "eval":
+        raise ConfigError("stage 'eval' trains nothing; use mmkit eval, or stage pretrain or finetune")
+    check_combination(run)
+    lora = run.train.lora
+    if lora and (both := sorted(set(lora.components) & set(run.train.trainable))):
+        raise ConfigError(f"component {both[0]!r} is in train.trainable and in train.lora.components: train it whole or by adapters, not both")
+    if run.train.bits != 16 and (lora is None or "language" in run.train.trainable):
+        raise ConfigError(f"train.bits {run.train.bits} freezes the language model: set train.lora and leave language out of train.trainable")
+    if run.data.cache_features and "encoders" in run.train.trainable:
+        raise ConfigError("data.cache_features keeps what frozen encoders give, but train.trainable has 'encoders'; turn one of them off")
+    if run.train.stability.action == "skip" and run.model.kind == "clip" and run.accumulation > 1:
+        raise ConfigError("stability.action 'skip' cannot be combined with the cached accumulation of clip models; use rewind or stop")
+    if not run.data.sources:
+        raise ConfigError(f"data.sources of {run.preset!r} stage {run.stage!r} is empty; name at least one source")
+    parent_export(run)
+    _ = run.accumulation
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+# ---------------------------------------------------------------- objective
+
+
+def make_objective(model: nn.Module, run: RunConfig, backend: Backend) -> nn.Module:
+    """The model with its loss."""
+    if run.model.kind == "vlm":
+        return LanguageObjective(model, run.train.loss_chunk, backend.checkpoint)
+    from mmkit.models.build import build
+    from mmkit.training.contrastive import ContrastiveObjective
+
+    contrastive = run.train.contrastive
+    teacher = None
+    if contrastive.kind == "distill" and contrastive.distill_from:
+        teacher = build(run.model.model_copy(update={"name": contrastive.distill_from, "weights": contrastive.distill_weights}))
+    return ContrastiveObjective(model, backend, contrastive, teacher)
+
+
+def accumulator(run: RunConfig, wrapped: nn.Module, objective: nn.Module, backend: Backend) -> Callable:
+    """How a window of micro-batches becomes gradients: one by one, or for contrastive losses with every negative kept."""
+    if run.model.kind == "clip" and run.accumulation > 1:
+        from mmkit.training.accumulate import contrastive_step
+
+        def cached(window: list, count: torch.Tensor, limit: float) -> list[dict]:
+            return [contrastive_step(wrapped, objective.loss, [backend.shard(batch.tensors) for batch in window], backend, count)]
+
+        return cached
+
+    def one_by_one(window: list, count: torch.Tensor, limit: float) -> list[dict]:
+        outs = []
+        for i, batch in enumerate(window):
+            out = wrapped(backend.shard(batch.tensors), mode="loss")
+            outs.append({name: value.detach() if torch.is_tensor(value) else value for name, value in out.items() if value is not None})
+            last = i == len(window) - 1
+            loss = out["loss_sum"] / count
+            backend.backward(_spoilt(loss, outs, count, limit, backend) if last and limit < math.inf else loss, last=last)
+        return outs
+
+    return one_by_one
+
+
+def _spoilt(loss: torch.Tensor, outs: Iterable[dict], count: torch.Tensor, limit: float, backend: Backend) -> torch.Tensor:
+    """NaN where the whole step's loss is a spike, so that every backend leaves the update out as it does for any non-finite gradient."""
+    total = backend.sum_over_devices(torch.stack([out["loss_sum"] for out in outs]).sum()) / count
+    return loss * torch.where(total > limit, math.nan, 1.0).to(loss.device)

@@ -1,0 +1,177 @@
+"""The training loop.
+
+    state = assemble(run); restore the checkpoint there is
+    while step < total_steps and nobody asked to stop:
+        take the window's micro-batches           count targets over all devices
+        forward, backward each                    the loss is a sum over targets / that count, whatever the window or the devices
+        clip, update, count                       a non-finite gradient leaves the update out everywhere
+        note the step                             values stay on the device until a log step
+        evaluate, save when due                   stop, skip or rewind as the stability guard decides
+    save, export
+
+Accumulation and device count do not change the result. An interrupt ends the step, saves, and tells how to go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mmkit.config import RunConfig, changed
+from mmkit.training.assemble import TrainState, assemble
+from mmkit.training.gradients import check_reached
+from mmkit.training.interrupt import Interrupt
+from mmkit.training.metrics import totals
+from mmkit.training.notes import Hooks, Notes, Row, is_best, read_steps, save
+from mmkit.training.run_folder import check_same_run, export, open_folder, restore, resume_path
+from mmkit.training.stability import Decision
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run left: ``reason`` is done, already done, interrupted, or the stability guard's cause."""
+
+    folder: str
+    steps: int
+    last: Row
+    reason: str
+    export: str | None = None
+    hint: str = ""
+
+    @property
+    def stopped(self) -> bool:
+        """True where the run is to be gone on with."""
+        return self.reason not in ("done", "already done")
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """What survives going back: the guard with its counts, and the data position, so that the window at fault is not read again."""
+
+    decision: Decision
+    guard: dict[str, Any]
+    position: dict[str, Any]
+
+
+def train(
+    run: RunConfig,
+    on_log: Callable[[Row], None] | None = None,
+    on_save: Callable[[int], None] | None = None,
+    on_eval: Callable[[TrainState], dict[str, float]] | None = None,
+) -> TrainResult:
+    """Trains one stage and leaves checkpoints, metrics.jsonl and export/ in ``run.folder``.
+
+    Raises ConfigError for wrong settings before any work, CheckpointError for a damaged or unsuitable checkpoint or a full disk.
+    """
+    check_same_run(run)
+    hooks, rewind = Hooks(on_log, on_save, on_eval), None
+    with Interrupt() as interrupt:
+        while True:
+            state = assemble(run)
+            try:
+                outcome = run_from(state, hooks, interrupt, rewind)
+            finally:
+                state.loader.close()
+            if isinstance(outcome, TrainResult):
+                return outcome
+            rewind, target = outcome, state.checkpoints.at_or_before(outcome.decision.rewind_to)
+            changes = {"train__precision": rewind.decision.precision} if rewind.decision.precision else {}
+            run = changed(run, resume=target or "never", **changes)
+            state.backend.clear()
+
+
+def run_from(state: TrainState, hooks: Hooks, interrupt: Interrupt, rewind: Rewind | None) -> TrainResult | Rewind:
+    """Resumes, runs to the end, saves and exports; or says how to rewind."""
+    path = resume_path(state)
+    if path:
+        restore(state, path, rewind.position if rewind else None)
+    if rewind:
+        state.guard.load_state_dict(rewind.guard)
+        state.guard.rewound(state.step)
+        state.schedule.lr_factor = rewind.decision.lr_factor
+    if path and state.step >= state.total_steps:
+        return TrainResult(state.run.folder, state.step, {}, "already done", export(state))
+    notes = Notes(hooks, open_folder(state, first=rewind is None), saved=state.step)
+    try:
+        decision = run_steps(state, notes, interrupt)
+        if decision.action == "rewind":
+            return Rewind(decision, state.guard.state_dict(), state.loader.state_dict())
+        stopped = decision.action == "stop"
+        reason = decision.cause if stopped else "done" if state.step >= state.total_steps else "interrupted"
+        if not stopped and notes.saved != state.step:
+            save(state, notes)
+        state.checkpoints.wait()
+    finally:
+        if notes.metrics:
+            notes.metrics.close()
+    hints = {"done": "", "interrupted": f"stopped after step {state.step}; the same command goes on from there (resume=auto)"}
+    folder = export(state) if reason == "done" else None
+    return TrainResult(state.run.folder, state.step, notes.last, reason, folder, hints.get(reason, decision.message))
+
+
+def run_steps(state: TrainState, notes: Notes, interrupt: Interrupt) -> Decision:
+    """Step after step until the end, an interrupt, or a decision of the guard to stop or rewind."""
+    train, decision = state.run.train, Decision("continue", state.step)
+    while state.step < state.total_steps and decision.action not in ("stop", "rewind"):
+        notes.pending.append(one_step(state))
+        stop = state.backend.any_device(interrupt.asked)
+        evaluated = due(state.step, train.eval_every)
+        saving = due(state.step, train.checkpoint.save_every)
+        if not (due(state.step, train.log_every) or evaluated or saving or stop or state.step == state.total_steps):
+            continue
+        decision = read_steps(state, notes, evaluated)
+        if decision:
+            state.guard.write(decision, data=state.loader.state_dict())
+        elif stop:
+            break
+        elif saving or (evaluated and is_best(state, notes)):
+            save(state, notes)
+    return decision
+
+
+def one_step(state: TrainState) -> Row:
+    """Window, forward, backward, update; what there is to note, still on the device."""
+    begin, backend, train = time.monotonic(), state.backend, state.run.train
+    window = take_window(state)
+    waited = time.monotonic() - begin
+    counts = torch.tensor([[b.n_targets, b.n_samples, b.n_tokens, b.n_positions] for b in window], dtype=torch.float32).sum(0)
+    counts = backend.sum_over_devices(counts)
+    groups = backend.optimizer.param_groups
+    rates = state.schedule.rates(groups, state.step)
+    backend.set_learning_rates(rates)
+    limit = state.guard.limit if train.stability.action == "skip" else math.inf
+    outs = state.accumulate(window, counts[0].clamp(min=1), limit)
+    norm = backend.update(train.optimizer.max_grad_norm)
+    names, values = totals(outs, backend.device)
+    state.step += 1
+    if state.reached is None and backend.reached is not None:
+        state.reached = check_reached(state, backend.reached)
+    return {
+        "step": state.step, "names": names, "values": backend.sum_over_devices(values), "counts": counts, "grad_norm": norm, "lr": rates[0],
+        "lrs": {group["title"]: rate for group, rate in zip(groups, rates, strict=True)}, "skipped": backend.skipped, "epoch": window[-1].epoch,
+        "seconds": time.monotonic() - begin, "data_seconds": waited, "keys": [key for batch in window for key in batch.keys],
+    }  # fmt: skip
+
+
+def take_window(state: TrainState) -> list:
+    """The next step's micro-batches; fewer where the data ends, never none."""
+    window = []
+    for _ in range(state.run.accumulation):
+        if (batch := next(state.loader, None)) is None:
+            break
+        window.append(batch)
+    assert window, "the loader of a training run is endless"
+    return window
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something done each ``every`` steps (0: never) is to be done after ``step``."""
+    return every > 0 and step % every == 0

@@ -1,0 +1,180 @@
+"""What a run writes down: metrics.jsonl, a line a step, and environment.json.
+
+Values of a step stay on the device until a log step; sums over bf16 losses are taken in fp32, since a bf16 sum of ones stops at
+256. metrics.jsonl is the truth: progress bars, TensorBoard and W&B read it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmkit.training.storage import Store
+
+log = logging.getLogger(__name__)
+
+PACKAGES = (
+    "mmkit", "torch", "torchvision", "torch_xla", "deepspeed", "transformers", "peft", "open_clip_torch", "timm", "bitsandbytes", "safetensors", "numpy",
+)  # fmt: skip
+REMOTE_SECONDS = 30.0  # object stores cannot append: the whole file is written again, this often at most
+
+
+def is_sum(name: str) -> bool:
+    """Whether a value of the objective is a sum over targets (added up) rather than a reading (averaged)."""
+    return name == "loss_sum" or name.startswith("n_")
+
+
+def totals(outs: Sequence[Mapping[str, Any]], device: torch.device) -> tuple[list[str], Tensor]:
+    """Names and the fp32 values of one step on this process: sums added over its micro-batches, readings averaged. The value ``ones``
+    becomes, summed with the others, the number of processes that added up: what readings are divided by."""
+    names = sorted({name for out in outs for name in out})
+    values = []
+    for name in names:
+        parts = [torch.as_tensor(out[name], device=device).detach().float() for out in outs if name in out]
+        whole = torch.stack(parts)
+        values.append(whole.sum() if is_sum(name) else whole.mean())
+    return [*names, "ones"], torch.stack([*values, torch.ones((), device=device)])
+
+
+def number(value: Any) -> Any:
+    """A plain number of a 0-dim tensor; anything else unchanged."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def row_of(pending: Mapping[str, Any]) -> dict[str, Any]:
+    """One line of a finished step.
+
+    ``pending`` holds ``names`` and ``values`` of the objective, summed over processes; ``counts`` (targets, samples, tokens, positions) of
+    the global batch; ``keys``; and host values or 0-dim tensors under their final names.
+    """
+    targets, samples, tokens, positions = (int(value) for value in pending["counts"].tolist())
+    row = {name: number(value) for name, value in pending.items() if name not in ("names", "values", "counts", "keys")}
+    row |= {"targets": targets, "samples": samples, "tokens": tokens, "fill": round(tokens / max(positions, 1), 4)}
+    values = dict(zip(pending["names"], pending["values"].tolist(), strict=True))
+    ones = values.pop("ones")
+    count = max(targets, 1)
+    for name, value in values.items():
+        if name == "loss_sum":
+            row["loss"] = value / count
+        elif name == "n_correct":
+            row["accuracy"] = value / count
+        elif name == "n_empty":
+            row["empty"] = int(value)
+        elif not is_sum(name):
+            row[name] = value / ones
+    first = [name for name in ("step", "loss", "grad_norm", "lr") if name in row]
+    return {name: row[name] for name in [*first, *(name for name in row if name not in first)]}
+
+
+def device_facts(backend: Any, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Peak memory, programs compiled, updates left out so far, the loss scale; warns where programs are still being compiled (U46)."""
+    facts: dict[str, Any] = {"n_skipped": int(backend.n_skipped), "memory": backend.peak_memory(), "compiles": backend.compiles()}
+    if backend.precision == "fp16":
+        facts["scaler"] = backend.extra_state().get("scaler", {}).get("scale")
+    warm = before.get("step", 0) > 2
+    if warm and facts["compiles"] > before.get("compiles", 0):
+        log.warning("step %d: the device compiled again (%d programs so far): a batch had a new shape", before["step"] + 1, facts["compiles"])
+    return facts
+
+
+class MetricsFile:
+    """Appends lines to ``metrics.jsonl`` of a run folder; only the main process makes one."""
+
+    def __init__(self, folder: str, last_step: int = 0):
+        self.store, self.name = Store(folder), "metrics.jsonl"
+        self.lines = [line for line in self._read() if line.get("step", 0) <= last_step] if last_step else []
+        self.written = time.monotonic()
+        self.store.make()
+        self.store.write(self.name, _text(self.lines))
+        self.file = None if self.store.remote else open(self.store.path(self.name), "a", encoding="utf8")  # noqa: SIM115
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """One more line, on the disk before this returns; on an object store after `REMOTE_SECONDS` or at `close`."""
+        if self.file:
+            self.file.write(_text([row]).decode())
+            self.file.flush()
+            return
+        self.lines.append(dict(row))
+        if time.monotonic() - self.written > REMOTE_SECONDS:
+            self._upload()
+
+    def close(self) -> None:
+        """Writes what is left."""
+        if self.file:
+            self.file.close()
+        else:
+            self._upload()
+
+    def _upload(self) -> None:
+        self.store.write(self.name, _text(self.lines))
+        self.written = time.monotonic()
+
+    def _read(self) -> list[dict]:
+        """The lines an earlier process wrote, without one it was killed in."""
+        if self.store.size(self.name) is None:
+            return []
+        out = []
+        for line in self.store.read(self.name).decode("utf8", "replace").splitlines():
+            try:
+                out.append(json.loads(line))
+            except ValueError:
+                continue
+        return out
+
+
+def _text(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    plain = [{name: _finite(value) for name, value in row.items()} for row in rows]
+    return "".join(json.dumps(row, allow_nan=False) + "\n" for row in plain).encode()
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN and no infinity: they become text."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def environment(**facts: Any) -> dict[str, Any]:
+    """Versions, commit and hardware of this process, with what else the caller knows (data fingerprints, table of groups)."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    hardware = {"cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(), "machine": platform.machine()}
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "versions": versions,
+        "commit": _commit(),
+        "hardware": hardware | {"devices": devices, "threads": torch.get_num_threads()},
+        "command": sys.argv,
+        **facts,
+    }
+
+
+def _commit() -> str | None:
+    """The commit of this checkout, None where the package is installed without one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,88 @@
+"""What becomes of the steps a loop has made: lines of metrics.jsonl, the guard's opinion, evaluations, checkpoints.
+
+A step's values stay on the device until `read_steps`; between log steps nothing waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmkit.training.assemble import TrainState
+from mmkit.training.metrics import MetricsFile, device_facts, row_of
+from mmkit.training.run_folder import save_checkpoint
+from mmkit.training.stability import Decision
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Called on the main process with each line of metrics (on_log) and each saved step (on_save); on all with the state (on_eval)."""
+
+    on_log: Callable[[Row], None] | None = None
+    on_save: Callable[[int], None] | None = None
+    on_eval: Callable[[TrainState], dict[str, float]] | None = None
+
+
+@dataclass
+class Notes:
+    """What the loop keeps between reading steps from the device."""
+
+    hooks: Hooks
+    metrics: MetricsFile | None = None  # on the main process
+    pending: list[Row] = field(default_factory=list)
+    last: Row = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)  # since the last evaluation
+    saved: int = -1  # step of the last checkpoint
+
+
+def read_steps(state: TrainState, notes: Notes, evaluate: bool) -> Decision:
+    """Reads the pending steps from the device, writes their lines, asks the guard about each; the first decision to do something."""
+    found = Decision("continue", state.step)
+    for pending in notes.pending:
+        row, keys = row_of(pending), pending["keys"]
+        state.samples, state.tokens = state.samples + row["samples"], state.tokens + row["tokens"]
+        row |= {"total_samples": state.samples, "total_tokens": state.tokens} | device_facts(state.backend, notes.last)
+        notes.losses.append(row["loss"])
+        if evaluate and row["step"] == state.step:
+            row |= evaluation(state, notes)
+        notes.last = row
+        if notes.metrics:
+            notes.metrics.write(row)
+            if notes.hooks.on_log:
+                notes.hooks.on_log(row)
+        found = found or state.guard.observe(row["step"], row["loss"], keys=keys, skipped=row["skipped"], grad_norm=row["grad_norm"], lr=row["lr"])
+    notes.pending.clear()
+    return found
+
+
+def evaluation(state: TrainState, notes: Notes) -> Row:
+    """What on_eval measures, as ``eval_...``; without it the mean training loss since the last evaluation. A plateau schedule watches
+    the first of these values; lower must be better."""
+    if notes.hooks.on_eval:
+        state.objective.eval()
+        values = {f"eval_{name}": float(value) for name, value in notes.hooks.on_eval(state).items()}
+        state.objective.train()
+    else:
+        values = {"eval_loss": sum(notes.losses) / len(notes.losses)}
+    values = state.backend.broadcast(values)
+    state.schedule.observe(next(iter(values.values())))
+    notes.losses.clear()
+    return values
+
+
+def is_best(state: TrainState, notes: Notes) -> bool:
+    """Whether the evaluation just made is the best so far, where a metric is watched."""
+    metric = state.run.train.checkpoint.best_metric
+    return metric is not None and state.checkpoints.is_best(notes.last[metric])
+
+
+def save(state: TrainState, notes: Notes) -> None:
+    """A checkpoint of this step, with the last line's numbers."""
+    numbers = {name: value for name, value in notes.last.items() if isinstance(value, float)}
+    if save_checkpoint(state, numbers):
+        notes.saved = state.step
+        if notes.hooks.on_save and state.backend.is_main:
+            notes.hooks.on_save(state.step)
