@@ -147,7 +147,7 @@ class Chat:
 
     def stream(self, image: Any, text: str, history: Sequence[tuple[str, str]] = ()) -> Iterator[str]:
         """The same answer in pieces, as soon as each is certain."""
-        images = [] if image is None else list(image) if isinstance(image, (list, tuple)) else [image]
+        images = [] if image is None else image if isinstance(image, list) else [image]
         device = next(self.model.parameters()).device
         batch = {name: t.to(device) for name, t in self.encode(images, [*history, ("user", text)]).items()}
         ids: list[int] = []
