@@ -1,22 +1,12 @@
 """Tensors passed between neighbouring processes, with gradients: the ring of the sigmoid loss (clip-training section 2).
 
-Where one process drives every device (single, SPMD) there is no neighbour: `ring_size` is 1 and nothing is ever sent.
+Where one process drives every device (single, SPMD) there is no neighbour and nothing here is called.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-
-
-def ring_size() -> int:
-    """Processes on the ring; 1 where torch.distributed does not run."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def ring_position() -> int:
-    """This process's place on the ring."""
-    return dist.get_rank() if ring_size() > 1 else 0
 
 
 def exchange(tensors: tuple[torch.Tensor, ...], shifts: tuple[int, ...]) -> tuple[torch.Tensor, ...]:

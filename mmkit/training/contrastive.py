@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmkit.config import ConfigError, ContrastiveConfig
-from mmkit.sharding.exchange import exchange, from_process, ring_position, ring_size
+from mmkit.sharding.exchange import exchange, from_process
 
 CAPTION_WEIGHT = 2.0  # of CoCa's caption loss beside a contrastive weight of 1 (CoCa section 4, open_clip's default)
 PAD_TOKEN = 0  # carries no caption loss
@@ -46,6 +46,7 @@ class ContrastiveLoss:
         check(config)
         self.config = config
         self.backend = backend
+        self._n_processes: int | None = None
 
     def __call__(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
         """``features``: image_features, text_features (b, D) of norm 1, logit_scale () already exponentiated, logit_bias () or None;
@@ -77,7 +78,7 @@ class ContrastiveLoss:
             teacher_rows, teacher_columns, _, _ = self._sides(features["teacher_image"].float(), features["teacher_text"].float())
             for side, teacher, targets in zip(sides, teacher_rows, reversed(teacher_columns), strict=True):
                 loss_sum = loss_sum + side.teacher_cross_entropy(teacher, targets, features["teacher_scale"].float().reshape(())) / 2 * share
-        return loss_sum, torch.stack([side.largest for side in sides]).amax()
+        return loss_sum, torch.stack([side.largest for side in sides]).max()
 
     def _sides(self, image, text):
         """Rows to score, columns to score them against, the column of row 0's own pair, and this process's share of the rows' loss."""
@@ -91,34 +92,40 @@ class ContrastiveLoss:
 
     def _sigmoid(self, image, text, scale, bias, dtype):
         """SigLIP: every pair is a yes-no question; blocks of texts travel, logits stay b x b."""
-        losses = [_sigmoid_sum(image, text, scale, bias, True, self.config.chunk, dtype)]
-        for block in self._text_blocks(text):
-            losses.append(_sigmoid_sum(image, block, scale, bias, False, self.config.chunk, dtype))
-        return torch.stack([loss for loss, _ in losses]).sum(), torch.stack([top for _, top in losses]).amax()
+        parts = [
+            _sigmoid_sum(image, block, scale, bias, own_pairs, self.config.chunk, dtype) for block, own_pairs in self._text_blocks(text)
+        ]
+        return torch.stack([loss for loss, _ in parts]).sum(), torch.stack([top for _, top in parts]).max()
 
     def _text_blocks(self, text):
-        """The other processes' texts, block by block, by the configured exchange."""
-        n, rank = ring_size(), ring_position()
-        pattern = self.config.siglip_exchange
+        """(texts of one process, whether they are this process's own) for every process, by the configured exchange."""
+        n, rank = self._ring(text)
+        pattern = self.config.siglip_exchange if n > 1 else "shift"
         if pattern == "gather":
             blocks = self.backend.gather(text, with_grad=True).split(len(text))
-            yield from (block for i, block in enumerate(blocks) if len(blocks) > 1 and i != self.backend.rank)
-        elif pattern == "shift":
+            yield from ((block, source == rank) for source, block in enumerate(blocks))
+            return
+        if pattern == "reduce":  # the own block too goes round, so that backward runs the same collectives everywhere
+            yield from ((from_process(text, source), source == rank) for source in range(n))
+            return
+        yield text, True
+        if pattern == "shift":
             for _ in range(n - 1):
                 (text,) = exchange((text,), (1,))
-                yield text
-        elif pattern == "bidir":
+                yield text, False
+        else:
             onward = backward = text
             for _ in range((n - 1) // 2):
                 onward, backward = exchange((onward, backward), (1, -1))
-                yield from (onward, backward)
+                yield from ((onward, False), (backward, False))
             if n % 2 == 0:
-                yield exchange((onward,), (1,))[0]
-        else:
-            for source in range(n):
-                block = from_process(text, source) if n > 1 else text
-                if source != rank:
-                    yield block
+                yield exchange((onward,), (1,))[0], False
+
+    def _ring(self, like):
+        """How many processes hold pairs of their own, and this one's place; one program over many devices is one."""
+        if self._n_processes is None:
+            self._n_processes = len(self.backend.gather(torch.zeros(1, device=like.device), with_grad=False))
+        return self._n_processes, self.backend.rank if self._n_processes > 1 else 0
 
     def _caption_loss(self, features, n_pairs):
         """Caption loss scaled so that, divided by the pairs of the global batch, it is the mean over its caption tokens."""
@@ -135,7 +142,7 @@ class _RowLosses:
         self.chunk, self.dtype = chunk, dtype
         log_sums, tops = zip(*self._by_chunk(_log_sum, (rows,), (columns,), scale), strict=True)
         self.log_sum = torch.stack(log_sums).logsumexp(0)  # (chunks, b) -> (b,)
-        self.largest = torch.stack(tops).amax()
+        self.largest = torch.stack(tops).max()
 
     def _by_chunk(self, function, of_rows, of_columns, *rest):
         """``function`` on each chunk of columns; recomputed in backward, so that one chunk's logits live at a time."""
@@ -170,14 +177,14 @@ def _logits(rows, columns, scale, bias, dtype):
 
 def _log_sum(rows, columns, scale, *bias, bias_free, dtype):
     logits = _logits(rows, columns, scale, None if bias_free else bias[0], dtype)
-    return logits.logsumexp(1), logits.detach().abs().amax()
+    return logits.logsumexp(1), logits.detach().abs().max()
 
 
 def _expected_logit(rows, teacher_rows, log_sum, columns, teacher_columns, scale, teacher_scale, *bias, bias_free, dtype):
     """Sum over these columns of teacher probability x student logit."""
     teacher = (_logits(teacher_rows, teacher_columns, teacher_scale, None, dtype) - log_sum[:, None]).exp()
     logits = _logits(rows, columns, scale, None if bias_free else bias[0], dtype)
-    return (teacher * logits).sum(), logits.detach().abs().amax()
+    return (teacher * logits).sum(), logits.detach().abs().max()
 
 
 def _sigmoid_sum(image, text, scale, bias, own_pairs, chunk, dtype):
@@ -189,7 +196,7 @@ def _sigmoid_sum(image, text, scale, bias, own_pairs, chunk, dtype):
         call = functools.partial(_sigmoid_chunk, diagonal=start if own_pairs else None, dtype=dtype)
         inputs = (image, text[start : start + size], scale, bias)
         parts.append(call(*inputs) if size >= len(text) else _Recomputed.apply(call, *inputs))
-    return torch.stack([loss for loss, _ in parts]).sum(), torch.stack([top for _, top in parts]).amax()
+    return torch.stack([loss for loss, _ in parts]).sum(), torch.stack([top for _, top in parts]).max()
 
 
 def _sigmoid_chunk(image, text, scale, bias, *, diagonal, dtype):
@@ -197,7 +204,7 @@ def _sigmoid_chunk(image, text, scale, bias, *, diagonal, dtype):
     signs = torch.full_like(logits, -1)
     if diagonal is not None:
         signs = signs + 2 * torch.eye(len(image), diagonal + len(text), device=image.device)[:, diagonal:]
-    return -F.logsigmoid(signs * logits).sum(), logits.detach().abs().amax()
+    return -F.logsigmoid(signs * logits).sum(), logits.detach().abs().max()
 
 
 class _Recomputed(torch.autograd.Function):

@@ -206,7 +206,7 @@ def activation_statistics(module: nn.Module, blocks: Sequence[str], forward: Cal
                 value = found.detach().float()
                 finite = value.isfinite()
                 kept = torch.where(finite, value, torch.zeros_like(value))
-                row = {"block": name, "max": kept.abs().amax(), "rms": kept.square().mean().sqrt()}
+                row = {"block": name, "max": kept.abs().max(), "rms": kept.square().mean().sqrt()}
                 rows.append(row | {"not_finite": (~finite).sum(), "values": value.numel(), "dtype": str(found.dtype)})
 
         return hook

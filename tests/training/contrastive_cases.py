@@ -15,8 +15,9 @@ from torch import nn
 
 from mmkit.config import BackendConfig, ContrastiveConfig, TrainConfig
 from mmkit.sharding.backend import create
+from mmkit.training import contrastive
 from mmkit.training.accumulate import contrastive_step
-from mmkit.training.contrastive import ContrastiveObjective
+from mmkit.training.contrastive import ContrastiveObjective, check
 
 N = 16  # pairs of the joined batch
 
@@ -30,8 +31,8 @@ class Toy(nn.Module):
         self.image = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, width))
         self.words = nn.Embedding(20, 8)
         self.text = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, width))
-        self.logit_scale = nn.Parameter(torch.tensor(1.5))
-        self.logit_bias = nn.Parameter(torch.tensor(bias)) if bias is not None else None
+        self.logit_scale = nn.Parameter(torch.tensor([1.5]))
+        self.logit_bias = nn.Parameter(torch.tensor([bias])) if bias is not None else None
         self.head = nn.Linear(width, 20) if caption else None
 
     def forward(self, batch, mode="loss"):
@@ -60,10 +61,24 @@ def model_of(config, dropout=0.0):
     return Toy(dropout=dropout, bias=-3.0 if config.kind == "siglip" else None, caption=config.kind == "coca")
 
 
+class Spliced:
+    """A gather without gradient but for the process's own rows, as open_clip's global mode has it."""
+
+    def __init__(self, backend):
+        self.backend, self.rank = backend, backend.rank
+
+    def gather(self, x, with_grad=False):
+        parts = list(self.backend.gather(x).split(len(x)))
+        parts[self.rank] = x
+        return torch.cat(parts)
+
+
 def run(case, backend):
     """Gradients of every parameter and what the loss reported, for one case on one backend."""
     config = ContrastiveConfig(**case["contrastive"])
-    objective = ContrastiveObjective(model_of(config), backend, config, teacher_of(config))
+    contrastive.check = (lambda config: None) if case.get("unchecked") else check
+    seam = Spliced(backend) if case.get("unchecked") and not config.local_loss else backend
+    objective = ContrastiveObjective(model_of(config), seam, config, teacher_of(config))
     micro = case.get("micro", 1)
     train = TrainConfig(precision="fp32", global_batch=N, device_batch=N // backend.devices // micro)
     wrapped = backend.prepare(objective, lambda named: torch.optim.AdamW(named.values(), lr=1e-3, weight_decay=0.0), train=train, accumulation=micro)
