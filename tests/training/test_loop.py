@@ -1,0 +1,334 @@
+"""Whole runs of a tiny model: what is written, resuming, interrupts, stages, the guard."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import yaml
+
+from mmkit.config import ConfigError
+from mmkit.training import assemble, loop, loss
+from mmkit.training.checkpoint import Checkpoint, CheckpointError
+from mmkit.training.loop import train
+from mmkit.training.run_folder import save_checkpoint
+from tests.training.tiny_run import MODEL, tiny_run
+
+LORA = {"rank": 2, "alpha": 4, "dropout": 0.1, "targets": ["q_proj", "v_proj"]}
+
+
+def lines(run):
+    return [json.loads(line) for line in Path(run.folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(rows):
+    return [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in rows]
+
+
+def steps_of(run):
+    return sorted(int(path.name[5:]) for path in Path(run.folder, "checkpoints").iterdir())
+
+
+def trained_tensors(run):
+    read = Checkpoint(str(sorted(Path(run.folder, "checkpoints").iterdir())[-1]))
+    return {name: read.get(name) for name in read.names()}
+
+
+def assert_same_state(one, other):
+    a, b = trained_tensors(one), trained_tensors(other)
+    assert a.keys() == b.keys() and a
+    for name in a:
+        for kind in a[name]:
+            assert torch.equal(a[name][kind], b[name][kind]), (name, kind)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """Four steps with dropout in one go, and what came of them."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    run = tiny_run(folder, lora=LORA, trainable=["connector"])
+    shown = []
+    return run, train(run, on_log=shown.append), shown
+
+
+def test_a_run_leaves_its_config_environment_metrics_checkpoint_and_export(unbroken):
+    run, result, shown = unbroken
+    folder = Path(run.folder)
+    assert result.reason == "done" and not result.stopped and result.steps == 4 and result.folder == run.folder
+    rows = lines(run)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows == json.loads(json.dumps(shown)) and result.last == shown[-1]
+    needed = {"step", "loss", "grad_norm", "lr", "lrs", "targets", "samples", "tokens", "seconds", "data_seconds", "fill", "skipped", "compiles"}
+    assert needed <= set(rows[0])
+    assert sum(row["samples"] for row in rows) == 16 and rows[-1]["total_samples"] == 16
+    assert yaml.safe_load((folder / "config.yaml").read_text())["train"]["lora"]["rank"] == 2
+    environment = json.loads((folder / "environment.json").read_text())
+    assert torch.__version__.startswith(environment["versions"]["torch"]) and environment["tables"]["adapters"] and environment["data"]["fingerprint"]
+    assert steps_of(run) == [4] and (folder / "export" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_the_adapter_on_the_disk_is_the_one_that_was_trained(unbroken):
+    run, result, _ = unbroken
+    disk = safetensors.torch.load_file(Path(result.export, "adapter", "adapter_model.safetensors"))
+    trained = {name: entry["param"] for name, entry in trained_tensors(run).items() if ".lora_" in name}
+    assert len(disk) == len(trained) == 2 * 2 * 2
+    for name, tensor in trained.items():
+        assert torch.equal(disk["base_model.model." + name.replace(".default", "")], tensor) and tensor.any()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_two_steps_and_two_more_equal_four_to_the_bit(unbroken, tmp_path, background):
+    run = tiny_run(tmp_path, lora=LORA, trainable=["connector"], checkpoint={"save_every": 2, "background": background})
+    again = []
+
+    def stop_after_two(row):
+        again.append(row)
+        if row["step"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    first = train(run, on_log=stop_after_two)
+    assert first.reason == "interrupted" and first.stopped and "resume=auto" in first.hint and first.steps in (2, 3)
+    second = train(run)
+    assert second.reason == "done"
+    assert numbers(lines(run)) == numbers(lines(unbroken[0]))
+    assert_same_state(run, unbroken[0])
+
+
+def test_a_finished_run_is_not_trained_again(unbroken):
+    run, first, _ = unbroken
+    before = lines(run)
+    again = train(run)
+    assert again.reason == "already done" and again.steps == 4 and again.export == first.export and lines(run) == before
+
+
+def test_resume_never_starts_anew_and_keeps_the_earlier_checkpoints_aside(tmp_path):
+    run = tiny_run(tmp_path, steps=2)
+    train(run)
+    train(tiny_run(tmp_path, steps=1, resume="never"))
+    assert [row["step"] for row in lines(run)] == [1] and steps_of(run) == [1]
+    assert (Path(run.folder) / "checkpoints.before-1" / "step-00000002" / "manifest.json").is_file()
+
+
+def test_resume_from_a_path_goes_on_from_there_and_drops_later_lines(tmp_path):
+    run = tiny_run(tmp_path, steps=3, checkpoint={"save_every": 1})
+    train(run)
+    whole = numbers(lines(run))
+    train(tiny_run(tmp_path, steps=3, resume=f"{run.folder}/checkpoints/step-00000001"))
+    assert numbers(lines(run)) == whole
+    with pytest.raises(ConfigError, match="is no complete checkpoint"):
+        train(tiny_run(tmp_path, steps=3, resume=str(tmp_path / "nothing")))
+
+
+def test_other_settings_in_the_same_folder_are_refused_by_name(tmp_path):
+    train(tiny_run(tmp_path, steps=1))
+    with pytest.raises(ConfigError, match=r"train.global_batch = 4, this one has 8: give it another name .* or start anew"):
+        train(tiny_run(tmp_path, steps=2, global_batch=8))
+    wider = json.loads(json.dumps(MODEL))
+    wider["connector"]["width"] = 32
+    with pytest.raises(ConfigError, match=r"model.connector.width = 16, this one has 32"):
+        train(tiny_run(tmp_path, steps=2, model=wider))
+
+
+def test_a_damaged_checkpoint_is_refused_and_named(tmp_path):
+    run = tiny_run(tmp_path, steps=1)
+    train(run)
+    file = Path(run.folder, "checkpoints", "step-00000001", "rank-00000-00000.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 4
+    file.write_bytes(bytes(data))
+    with pytest.raises(CheckpointError, match=r"rank-00000-00000.safetensors is damaged"):
+        train(tiny_run(tmp_path, steps=2))
+
+
+def test_accumulation_changes_neither_losses_nor_weights(tmp_path):
+    rows = []
+    for device_batch in (4, 2, 1):
+        run = tiny_run(tmp_path / str(device_batch), steps=3, device_batch=device_batch)
+        train(run)
+        rows.append([(row["loss"], row["grad_norm"], row["targets"]) for row in lines(run)])
+    for other in rows[1:]:
+        for (loss_a, norm_a, n_a), (loss_b, norm_b, n_b) in zip(rows[0], other, strict=True):
+            assert loss_a == pytest.approx(loss_b, rel=1e-5) and norm_a == pytest.approx(norm_b, rel=1e-4) and n_a == n_b
+
+
+def test_chunked_loss_and_recomputed_blocks_change_nothing(tmp_path):
+    plain, saving = tiny_run(tmp_path / "a", steps=3), tiny_run(tmp_path / "b", steps=3, loss_chunk=8, checkpoint_blocks=True)
+    train(plain)
+    train(saving)
+    for a, b in zip(lines(plain), lines(saving), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+
+
+def test_log_every_writes_the_same_line_for_every_step(tmp_path):
+    each, seldom = tiny_run(tmp_path / "a", steps=5), tiny_run(tmp_path / "b", steps=5, log_every=3)
+    train(each)
+    train(seldom)
+    assert numbers(lines(each)) == numbers(lines(seldom))
+
+
+def test_finetune_starts_from_the_pretrain_export(tmp_path):
+    pretrain = tiny_run(tmp_path, steps=2)
+    with pytest.raises(ConfigError, match=r"does not exist; make it with: mmkit train --model test --stage pretrain"):
+        train(tiny_run(tmp_path, stage="finetune"))
+    before = train(pretrain)
+    finetune = tiny_run(tmp_path, stage="finetune", steps=1, trainable=["language"], optimizer={"lr": 1e-9, "warmup": 0})
+    after = train(finetune)
+    start, end = (safetensors.torch.load_file(Path(result.export, "model.safetensors")) for result in (before, after))
+    assert start.keys() == end.keys()
+    assert torch.equal(start["connector.queries"], end["connector.queries"])
+    assert torch.allclose(start["language.lm_head.weight"], end["language.lm_head.weight"], atol=1e-7)
+    assert json.loads(Path(after.export, "training.json").read_text())["started_from"] == before.export
+
+
+def test_finetune_refuses_an_export_of_another_model(tmp_path):
+    export = train(tiny_run(tmp_path, steps=1)).export
+    wider = json.loads(json.dumps(MODEL))
+    wider["connector"]["width"] = 32
+    with pytest.raises(ConfigError, match="model.connector"):
+        train(tiny_run(tmp_path, stage="finetune", start_from=export, model=wider))
+
+
+def test_settings_that_cannot_work_are_refused_before_anything_is_written(tmp_path):
+    for settings, message in (
+        ({"stage": "eval"}, "trains nothing"),
+        ({"trainable": ["language"], "lora": LORA}, "'language' is in train.trainable and in train.lora.components"),
+        ({"bits": 4}, "train.bits 4 freezes the language model"),
+        ({"trainable": ["regions"]}, r"\['regions'\] trains nothing in this model; its components are"),
+        ({"data": {}}, "data.sources of 'test' stage 'pretrain' is empty"),
+    ):
+        run = tiny_run(tmp_path, **settings)
+        with pytest.raises(ConfigError, match=message):
+            train(run)
+        assert not Path(run.folder).exists()
+
+
+def test_a_trained_tensor_without_a_gradient_is_an_error_unless_allowed(tmp_path, monkeypatch):
+    real = assemble.build_model
+
+    def with_an_unused_weight(run):
+        model, parts = real(run)
+        model.connector.forgotten = torch.nn.Parameter(torch.zeros(3))
+        return model, parts
+
+    monkeypatch.setattr(assemble, "build_model", with_an_unused_weight)
+    with pytest.raises(ValueError, match=r"1 of \d+ trained tensors got no gradient in the first step: connector\.forgotten\."):
+        train(tiny_run(tmp_path / "a", steps=1))
+    assert next(assemble.assemble(tiny_run(tmp_path / "c", steps=1, allow_no_grad=["forgotten"])).loader).n_targets
+
+
+def test_evaluation_enters_the_lines_and_the_best_checkpoint_is_kept(tmp_path):
+    values = iter([3.0, 1.0, 2.0, 2.5])
+    run = tiny_run(tmp_path, eval_every=1, checkpoint={"best_metric": "eval_error", "keep_last": 1})
+    saved = []
+    train(run, on_eval=lambda state: {"error": next(values)}, on_save=saved.append)
+    assert [row["eval_error"] for row in lines(run)] == [3.0, 1.0, 2.0, 2.5]
+    assert saved == [1, 2, 4] and steps_of(run) == [2, 4]
+
+
+def test_a_plateau_lowers_the_rate_and_a_resume_remembers_it(tmp_path):
+    plateau = {"optimizer": {"lr": 1e-3, "warmup": 0, "schedule": "plateau"}, "eval_every": 1, "checkpoint": {"save_every": 1}}
+    run = tiny_run(tmp_path, steps=5, **plateau)
+    train(run, on_eval=lambda state: {"loss": 1.0})
+    assert [row["lr"] for row in lines(run)] == [1e-3] * 4 + [5e-4]
+    train(tiny_run(tmp_path, steps=6, **plateau), on_eval=lambda state: {"loss": 1.0})
+    assert lines(run)[-1]["lr"] == 5e-4
+
+
+def poison(monkeypatch, at, factor):
+    """Multiplies the loss of the n-th forward by ``factor``."""
+    calls = []
+    real = loss.chunk_loss
+
+    def chunk_loss(*args):
+        calls.append(1)
+        value, correct = real(*args)
+        return (value * factor if len(calls) in at else value), correct
+
+    monkeypatch.setattr(loss, "chunk_loss", chunk_loss)
+
+
+def test_a_non_finite_loss_stops_the_run_with_its_keys_and_the_last_good_checkpoint(tmp_path, monkeypatch):
+    poison(monkeypatch, {5}, float("nan"))
+    run = tiny_run(tmp_path, checkpoint={"save_every": 1})
+    result = train(run)
+    assert result.reason == "non-finite loss" and result.stopped and steps_of(run) == [1, 2] and result.export is None
+    rows = lines(run)
+    assert rows[-1]["loss"] == "nan" and rows[-1]["skipped"] is True
+    event = json.loads(next(Path(run.folder, "stability").iterdir()).read_text())
+    assert event["decision"]["step"] == 3 and any(key.startswith("r") for key in event["decision"]["keys"])
+
+
+def test_a_rewind_goes_back_and_on_with_new_data_at_a_lower_rate(tmp_path, monkeypatch):
+    poison(monkeypatch, {7}, float("nan"))
+    stability = {"action": "rewind", "rewind_lr_factor": 0.5, "window": 4}
+    run = tiny_run(tmp_path, steps=6, checkpoint={"save_every": 2}, stability=stability, optimizer={"lr": 1e-3, "warmup": 0, "schedule": "constant"})
+    result = train(run)
+    assert result.reason == "done" and result.steps == 6
+    assert [(row["step"], row["lr"]) for row in lines(run)] == [(1, 1e-3), (2, 1e-3), (3, 5e-4), (4, 5e-4), (5, 5e-4), (6, 5e-4)]
+
+
+def test_skip_leaves_a_spikes_update_out_and_goes_on(tmp_path, monkeypatch):
+    poison(monkeypatch, {15}, 1000.0)
+    run = tiny_run(tmp_path, steps=10, device_batch=4, stability={"action": "skip", "window": 8}, checkpoint={"save_every": 1, "keep_last": 99})
+    poison(monkeypatch, {8}, 1000.0)
+    result = train(run)
+    assert result.reason == "done" and [row["skipped"] for row in lines(run)] == [False] * 7 + [True] + [False] * 2
+    before, after = (Checkpoint(f"{run.folder}/checkpoints/step-{step:08d}").get("connector.queries") for step in (6, 7))
+    assert not torch.equal(before["param"], after["param"])
+
+
+def test_precision_may_change_at_a_resume_and_is_recorded(tmp_path):
+    train(tiny_run(tmp_path, steps=2))
+    run = tiny_run(tmp_path, steps=3, precision="bf16")
+    train(run)
+    read = Checkpoint(f"{run.folder}/checkpoints/step-00000003")
+    assert read.state["precisions"] == [{"step": 0, "precision": "fp32"}, {"step": 2, "precision": "bf16"}]
+    assert len(lines(run)) == 3
+
+
+def test_other_frozen_weights_under_a_checkpoint_are_refused(tmp_path):
+    train(tiny_run(tmp_path, steps=1))
+    run = tiny_run(tmp_path, steps=2)
+    text = Path(run.folder, "config.yaml").read_text()
+    Path(run.folder, "config.yaml").write_text(text.replace("\nseed: 0", "\nseed: 1"))
+    with pytest.raises(CheckpointError, match="was trained on other frozen weights"):
+        train(tiny_run(tmp_path, steps=2, seed=1))
+
+
+def test_a_disk_that_fills_lets_the_run_go_on_when_configured(tmp_path, monkeypatch):
+    run = tiny_run(tmp_path, steps=3, checkpoint={"save_every": 1, "on_disk_full": "continue"})
+    tried = []
+
+    def full_at_two(state, metrics=None):
+        if state.step == 2:
+            monkeypatch.setattr(state.checkpoints.store, "write", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        elif hasattr(state.checkpoints.store.write, "__name__") and state.checkpoints.store.write.__name__ == "<lambda>":
+            monkeypatch.undo()
+        tried.append(state.step)
+        return save_checkpoint(state, metrics)
+
+    monkeypatch.setattr("mmkit.training.notes.save_checkpoint", full_at_two)
+    assert train(run).reason == "done" and tried == [1, 2, 3] and steps_of(run) == [1, 3]
+
+
+def test_a_terminated_process_saves_and_ends_with_exit_code_0(tmp_path):
+    run, root = tiny_run(tmp_path, steps=10_000), Path(loop.__file__).parents[2]
+    code = (
+        f"import sys; sys.path[:0] = {[str(root), str(Path(__file__).parent)]}; from pathlib import Path\n"
+        "from tiny_run import tiny_run; from mmkit.training.loop import train\n"
+        f"result = train(tiny_run(Path({str(tmp_path)!r}), steps=10_000), on_log=lambda row: print(row['step'], flush=True)); print(result.hint)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        for line in child.stdout:
+            if line.strip() == "2":
+                child.send_signal(signal.SIGUSR1)
+        assert child.wait(60) == 0
+    finally:
+        child.kill()
+    assert "goes on from there" in line
+    assert steps_of(run)[-1] == lines(run)[-1]["step"] >= 2

@@ -1,0 +1,54 @@
+"""Lines of metrics.jsonl: sums in fp32, whole lines, resumable, on any file system."""
+
+import json
+
+import fsspec
+import pytest
+import torch
+
+from mmkit.training.metrics import MetricsFile, environment, row_of, totals
+
+
+def test_sums_are_added_and_readings_averaged_over_micro_batches_and_processes():
+    outs = [{"loss_sum": torch.tensor(6.0), "n_correct": 1, "scale": 2.0}, {"loss_sum": torch.tensor(2.0), "n_correct": 2, "scale": 4.0}]
+    names, values = totals(outs, torch.device("cpu"))
+    row = row_of({"step": 1, "names": names, "values": values * 2, "counts": torch.tensor([8.0, 4, 20, 40]), "keys": ["a"], "lr": 0.1})
+    assert row == {"step": 1, "loss": 2.0, "lr": 0.1, "targets": 8, "samples": 4, "tokens": 20, "fill": 0.5, "accuracy": 0.75, "scale": 3.0}
+
+
+def test_bf16_losses_are_summed_in_fp32():
+    outs = [{"loss_sum": torch.ones((), dtype=torch.bfloat16)} for _ in range(1000)]
+    assert totals(outs, torch.device("cpu"))[1][0] == 1000
+
+
+def test_a_step_without_targets_has_loss_zero():
+    names, values = totals([{"loss_sum": torch.tensor(0.0), "n_empty": 1}], torch.device("cpu"))
+    row = row_of({"step": 1, "names": names, "values": values, "counts": torch.zeros(4), "keys": []})
+    assert row["loss"] == 0 and row["empty"] == 1
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_lines_are_whole_and_later_ones_are_dropped_at_a_resume(tmp_path, remote):
+    folder = f"memory://metrics{tmp_path.name}" if remote else str(tmp_path / "run")
+    file = MetricsFile(folder)
+    for step in (1, 2, 3):
+        file.write({"step": step, "loss": float("nan") if step == 2 else 1.0})
+    file.close()
+    with fsspec.open(f"{folder}/metrics.jsonl", "ab") as raw:
+        raw.write(b'{"step": 4, "lo')
+    MetricsFile(folder, last_step=2).close()
+    with fsspec.open(f"{folder}/metrics.jsonl", "r") as raw:
+        assert [json.loads(line) for line in raw] == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": "nan"}]
+
+
+def test_a_line_is_on_the_disk_before_the_next_step(tmp_path):
+    file = MetricsFile(str(tmp_path))
+    file.write({"step": 1})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    file.close()
+
+
+def test_environment_names_versions_and_hardware():
+    facts = environment(data={"fingerprint": "x"})
+    assert torch.__version__.startswith(facts["versions"]["torch"]) and facts["hardware"]["cpus"] >= 1 and facts["data"] == {"fingerprint": "x"}
+    json.dumps(facts)
