@@ -166,7 +166,7 @@ def state_needs(run: RunConfig, parts: Iterable[Part], devices: int) -> tuple[Ne
     needs = []
     for part in parts:
         if run.stage == "eval":
-            needs.append(Need(part.component, weights=part.parameters * frozen_bytes(train) / cut.weights))
+            needs.append(Need(part.component, weights=part.parameters * 4.0 / cut.weights))
             continue
         trained = part.trained + part.adapters
         frozen = _frozen_weights(part, train) / (1 if train.bits < 16 and part.component == "language" else cut.weights)
@@ -183,16 +183,29 @@ def state_needs(run: RunConfig, parts: Iterable[Part], devices: int) -> tuple[Ne
     return tuple(needs)
 
 
-def frozen_bytes(train: TrainConfig) -> float:
-    """Bytes of a frozen weight: half precision where the run computes in half precision."""
-    return 2.0 if train.precision in ("bf16", "fp16") else 4.0
-
-
 def _frozen_weights(part: Part, train: TrainConfig) -> float:
+    """Frozen weights stay in fp32 as they were read, so that any precision can compute with them; quantised ones in few bits."""
     frozen = part.parameters - part.trained
     if train.bits < 16 and part.component == "language" and not part.trained:
-        return part.linear * QUANTISED_BYTES[train.bits] + (frozen - part.linear) * frozen_bytes(train)
-    return frozen * frozen_bytes(train)
+        return part.linear * QUANTISED_BYTES[train.bits] + (frozen - part.linear) * 4.0
+    return frozen * 4.0
+
+
+def cast_bytes(run: RunConfig, part: Part) -> float:
+    """Half-precision copies of weights that autocast makes and backward keeps; block by block where blocks are recomputed."""
+    train = run.train
+    half = train.precision in ("bf16", "fp16") and run.stage != "eval" and part.component not in _locked(run)
+    if not half or train.checkpoint_blocks:
+        return 0.0
+    quantised = part.linear if train.bits < 16 and part.component == "language" else 0
+    return 2.0 * (part.parameters - quantised)
+
+
+def _locked(run: RunConfig) -> tuple[str, ...]:
+    """Components that run without a gradient."""
+    if run.model.kind == "vlm":
+        return () if "encoders" in run.train.trainable else ("encoders",)
+    return tuple(name for name, locked in (("image", run.model.lock_image), ("text", run.model.lock_text)) if locked)
 
 
 def activation_needs(run: RunConfig) -> dict[str, float]:
@@ -354,7 +367,9 @@ class Plan:
 def make_plan(run: RunConfig, parts: Sequence[Part], machine: Machine, samples: int | None = None) -> Plan:
     """The plan of ``run`` on ``machine`` for a model with these parts."""
     active = activation_needs(run)
-    needs = [dataclasses.replace(need, activations=active.pop(need.component, 0.0)) for need in state_needs(run, parts, machine.devices)]
+    needs = []
+    for part, need in zip(parts, state_needs(run, parts, machine.devices), strict=True):
+        needs.append(dataclasses.replace(need, activations=active.get(part.component, 0.0) + cast_bytes(run, part)))
     return Plan(run, machine, tuple(parts), tuple(needs), samples)
 
 

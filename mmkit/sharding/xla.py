@@ -7,6 +7,7 @@ step on, so it compiles once; `compiles` counts. Virtual CPU devices (``backend.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -18,7 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mmkit.config import BackendConfig, ConfigError, TrainConfig
@@ -124,9 +127,8 @@ class XlaBackend(HostTalk, SingleBackend):
     def axes(self, name: str, shape: Sequence[int]) -> tuple[str | None, ...]:
         """Mesh axis of each dimension of a parameter: its first matching rule, where the sizes divide; else every device has it all."""
         name = name.replace(".base_layer.", ".")  # a linear layer under an adapter
-        rule = next((axes for pattern, axes in self._rules if pattern.fullmatch(name)), (None,) * len(shape))
-        if len(rule) != len(shape):
-            return (None,) * len(shape)
+        rule = next((axes for pattern, axes in self._rules if pattern.search(name)), ())
+        rule = (*rule, *(None,) * len(shape))[: len(shape)]
         sizes = self.mesh.shape()
         return tuple(axis if axis and size % sizes[axis] == 0 else None for axis, size in zip(rule, shape, strict=True))
 
@@ -197,7 +199,8 @@ class XlaBackend(HostTalk, SingleBackend):
 
         def run(_, *flat):
             inner_args, inner_kwargs = tree_unflatten(list(flat), form)
-            return function(*inner_args, **inner_kwargs)
+            with AttentionCasts():  # in backward the forward's mode has ended
+                return function(*inner_args, **inner_kwargs)
 
         anchor = torch.zeros((), device=self.device, requires_grad=True)  # frozen inputs must not cut the gradient
         return checkpoint(run, anchor, *leaves)
@@ -205,6 +208,16 @@ class XlaBackend(HostTalk, SingleBackend):
     def sync(self) -> None:
         """See `Backend.sync`."""
         self._library.sync()
+
+    def _cast(self, forward: Callable) -> Callable:
+        inner = super()._cast(forward)
+
+        @functools.wraps(forward)
+        def run(*args, **kwargs):
+            with AttentionCasts():
+                return inner(*args, **kwargs)
+
+        return run
 
     # ------------------------------------------------------------ between hosts
 
@@ -285,6 +298,20 @@ class XlaBackend(HostTalk, SingleBackend):
             drop_programs()
         if folder := os.environ.get("XLA_PERSISTENT_CACHE_PATH"):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+class AttentionCasts(TorchFunctionMode):
+    """Casts queries and keys to the values' dtype: XLA's autocast leaves attention out, CUDA's and the CPU's do this themselves.
+
+    Rotary embeddings make queries and keys fp32 while values come out of a half-precision product.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """The call, with (query, key, value) in one dtype where it is attention under autocast."""
+        if func is F.scaled_dot_product_attention and torch.is_autocast_enabled("xla"):
+            dtype = torch.get_autocast_dtype("xla")
+            args = (*(x.to(dtype) for x in args[:3]), *args[3:])
+        return func(*args, **(kwargs or {}))
 
 
 def mesh_shape(devices: int, config: BackendConfig) -> tuple[int, int]:
