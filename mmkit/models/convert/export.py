@@ -23,7 +23,7 @@ def write(model: nn.Module, folder: str | Path, kind: str, tokenizer=None) -> Pa
     """Writes ``model`` as ``kind`` (one of `WRITERS`) would have published it, into a new ``folder``.
 
     "projector" writes ``mm_projector.bin`` (and ``region_geo_sampler.bin``) beside config.json. Frozen encoders are not written,
-    as in the originals; trained ones are. ``tokenizer`` is saved with the others where it is given.
+    as in the originals; trained ones, and those without a source, are. ``tokenizer`` is saved with the others where it is given.
     """
     if kind not in WRITERS:
         raise ValueError(f"no published form {kind!r}; forms are {', '.join(WRITERS)}")
@@ -60,11 +60,12 @@ def _write_system(model: nn.Module, work: Path, kind: str) -> None:
 
 def _original_names(model: nn.Module, system: str) -> Stream:
     linear, mean = model.config.connector.kind == "linear", bool(model.config.regions and model.config.regions.kind == "mean")
-    trained = {f"encoders.{i}" for i, encoder in enumerate(model.encoders) if any(p.requires_grad for p in encoder.parameters())}
+    pairs = list(zip(model.encoders, model.config.encoders, strict=True))
+    own = {i for i, (encoder, settings) in enumerate(pairs) if settings.weights == "random" or any(p.requires_grad for p in encoder.parameters())}
     for name, tensor in _untied(model):
         if not name.startswith("encoders."):
             yield names.original(name, linear=linear, mean=mean), tensor
-        elif ".".join(name.split(".")[:2]) in trained:
+        elif int(name.split(".")[1]) in own:
             index, rest = re.fullmatch(r"encoders\.(\d+)\.trunk\.(.+)", name).groups()
             above = f"model.vision_tower_aux_list.{index}" if system == "cambrian" else "model.vision_tower"
             yield f"{above}.vision_tower.{rest}", tensor
