@@ -171,6 +171,24 @@ class Mixture:
         return sum(lengths)
 
 
+class ListSource:
+    """Examples already in memory."""
+
+    def __init__(self, examples: Sequence[Example], name: str = "examples"):
+        self.examples, self.name = list(examples), name
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.examples[index]
+
+
+def mixture_of(examples: Sequence[Example], name: str = "examples") -> Mixture:
+    """A mixture of one source: examples already in memory."""
+    return Mixture([SourceConfig(name=name, format="llava", path="memory")], [ListSource(examples, name)])
+
+
 def wanted_counts(configs: Sequence[SourceConfig], sizes: Sequence[int], samples_per_epoch: int | None = None) -> list[int]:
     """Samples of each source in one epoch.
 

@@ -108,21 +108,48 @@ def common_prefix(encoded: Sequence[Encoded]) -> int:
 
 
 def first_fit(items: Sequence[Item], limits: Limits) -> list[Row]:
-    """Rows of items, long ones placed first, each into the first row with room. Items keep their order inside a row."""
-    rows: list[list[int]] = []
+    """Rows of items, long ones placed first, each into the first row with room. Items keep their order inside a row.
+
+    Where no row has room for all questions about a picture, some of them fill the emptiest row together with a second copy of the
+    picture, if they bring more tokens than that copy costs.
+    """
+    rows: list[list[tuple[int, Item]]] = []
     room: list[list[int]] = []
-    order = sorted(range(len(items)), key=lambda number: -items[number].length)
-    for number in order:
-        item = items[number]
-        need = (item.length, item.n_images, item.n_regions)
-        place = next((row for row, left in enumerate(room) if all(a <= b for a, b in zip(need, left, strict=True))), None)
-        if place is None:
-            rows.append([])
-            room.append([limits.tokens, limits.images, max(limits.regions, item.n_regions)])
-            place = len(rows) - 1
-        rows[place].append(number)
-        room[place] = [b - a for a, b in zip(need, room[place], strict=True)]
-    return [tuple(items[number] for number in sorted(row)) for row in rows]
+    queue = sorted(enumerate(items), key=lambda pair: -pair[1].length)
+    for number, item in queue:
+        while item is not None:
+            need = (item.length, item.n_images, item.n_regions)
+            place = next((row for row, left in enumerate(room) if all(a <= b for a, b in zip(need, left, strict=True))), None)
+            part, item_left = item, None
+            if place is None and room:
+                widest = max(range(len(room)), key=lambda row: room[row][0] if room[row][1] >= item.n_images else -1)
+                part, item_left = split(item, room[widest])
+                place = widest if part is not None else None
+            if place is None:
+                part, item_left = item, None
+                rows.append([])
+                room.append([limits.tokens, limits.images, max(limits.regions, item.n_regions)])
+                place = len(rows) - 1
+            rows[place].append((number, part))
+            used = (part.length, part.n_images, part.n_regions)
+            room[place] = [b - a for a, b in zip(used, room[place], strict=True)]
+            item = item_left
+    return [tuple(item for _, item in sorted(row, key=lambda pair: pair[0])) for row in rows]
+
+
+def split(item: Item, room: Sequence[int]) -> tuple[Item | None, Item | None]:
+    """(as many conversations of ``item`` as fit in ``room``, the others); (None, item) where too few fit to be worth a copy."""
+    tokens, images, regions = room
+    begin = item.members[0].length - len(item.members[0].encoded.ids) + item.prefix
+    used, used_regions, count = begin, 0, 0
+    for member in item.members:
+        used, used_regions = used + len(member.encoded.ids) - item.prefix, used_regions + len(member.encoded.regions)
+        if used > tokens or used_regions > regions:
+            break
+        count, filled = count + 1, used
+    if item.n_images > images or not 0 < count < len(item.members) or filled < 2 * begin:
+        return None, item
+    return _item(list(item.members[:count]), item.prefix), _item(list(item.members[count:]), item.prefix)
 
 
 def row_length(row: Row) -> int:

@@ -1,0 +1,268 @@
+"""Batches of a run: endless in training, one pass otherwise, from an exact position that workers and devices do not change.
+
+Process r of ``world`` gets rows r, r + world, ... of every block of ``device_batch * world`` rows of the global order. The position
+counts rows of that order, so a run may resume on another number of processes or workers and still sees every sample once an epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from mmkit.config import ClipConfig, ConfigError, DataConfig, ModelConfig
+from mmkit.data.batches import Batch, Problem
+from mmkit.data.building import ClipBuilder, Pictures, Task, VlmBuilder, Watch
+from mmkit.data.conversation import Formatter
+from mmkit.data.mixture import Mixture
+from mmkit.data.planning import REMEMBERED, ConversationPlan, ExamplePlan, row_stream
+
+log = logging.getLogger(__name__)
+STATE_VERSION = 1
+
+
+def loader(
+    data: DataConfig,
+    model: ModelConfig,
+    tokenizer,
+    transforms: Sequence[Callable],
+    *,
+    train: bool,
+    seed: int = 0,
+    rank: int = 0,
+    world: int = 1,
+    device_batch: int = 8,
+    accumulation: int = 1,
+    state: dict | None = None,
+    features=None,
+    text_features=None,
+    source: Mixture | None = None,
+) -> Loader:
+    """The `Loader` of a run.
+
+    ``transforms`` map a PIL image to a tensor, one an encoder; ``features`` (a `FeatureCache`) takes their place. ``device_batch``
+    counts the rows this process gets in one batch. ``state`` is an earlier `Loader.state_dict`. ``source`` is a mixture already open.
+    """
+    if not 0 <= rank < world:
+        raise ConfigError(f"rank {rank} is outside 0..{world - 1}")
+    if source is None:
+        from mmkit.data.readers import open_mixture
+
+        source = open_mixture(data)
+    watch = Watch(data.workers)
+    pictures = Pictures(transforms, features)
+    if isinstance(model, ClipConfig):
+        plan = ExamplePlan(source, seed=seed, train=train)
+        builder = ClipBuilder(source, pictures, tokenizer, seed=seed, train=train, watch=watch, texts=text_features)
+    else:
+        formatter = Formatter.of(tokenizer, model)
+        plan = ConversationPlan(source, data, model, formatter, seed=seed, train=train, megabatch=device_batch * world * accumulation)
+        builder = VlmBuilder(source, model, pictures, seed=seed, train=train, watch=watch)
+    out = Loader(plan, builder, rank=rank, world=world, device_batch=device_batch, accumulation=accumulation, workers=data.workers, max_bad=data.max_bad_share)
+    if state is not None:
+        out.load_state_dict(state)
+    return out
+
+
+class Loader:
+    """Iterator of `Batch` with an exact, portable position. Build it with `loader`."""
+
+    def __init__(
+        self, plan: ExamplePlan, builder, *, rank: int, world: int, device_batch: int, accumulation: int = 1, workers: int = 0, max_bad: float = 0.01
+    ):
+        self.plan, self.builder, self.watch = plan, builder, builder.watch
+        self.rank, self.world, self.device_batch, self.accumulation = rank, world, device_batch, accumulation
+        self.workers, self.max_bad = workers, max_bad
+        self.counts: dict[str, Any] = {"seen": 0, "rows": 0, "tokens": 0, "positions": 0, "bad": Counter(), "sources": Counter()}
+        self._samples_named: list[Problem] = []
+        self._position = {"epoch": 0, "window": 0, "row": 0, "rows": 0, "samples": 0}
+        self._batches: Iterator | None = None
+        self._estimate: tuple[int, bool] | None = None
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._batches is None:
+            self._batches = self._start()
+        failure = None
+        try:
+            batch, state = next(self._batches)
+        except (RuntimeError, EOFError, OSError) as error:  # a killed worker is each of these, by the moment of its death
+            failure = self._explained(error)
+        if failure:  # raised here, where nothing holds the dead worker's iterator any more
+            self.close()
+            raise failure
+        self._position = state
+        self._count(batch)
+        return batch
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends worker processes; iterating on continues from the same position."""
+        self._batches = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch handed out, for any number of workers and processes."""
+        return {"version": STATE_VERSION, "seed": self.plan.seed, "fingerprint": self.plan.mixture.fingerprint, **self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from ``state``; ValueError where it belongs to other data, another seed or another version."""
+        for name, mine in (("version", STATE_VERSION), ("seed", self.plan.seed), ("fingerprint", self.plan.mixture.fingerprint)):
+            if state.get(name) != mine:
+                raise ValueError(
+                    f"the saved data position has {name} {state.get(name)!r}, this run has {mine!r}; "
+                    "resume with the same sources and seed, or start the data anew"
+                )
+        self._position = {name: int(state[name]) for name in self._position}
+        self.close()
+
+    @property
+    def fill(self) -> float:
+        """Share of positions so far that hold real tokens."""
+        return self.counts["tokens"] / max(self.counts["positions"], 1)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of one epoch, repeats included."""
+        return self.plan.mixture.samples_per_epoch
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows of the first epoch: counted up to `REMEMBERED` samples, beyond that estimated from the first of them."""
+        if self._estimate is None:
+            windows, rows, kept = self.plan.windows(0), 0, self.plan.problems
+            self.plan.problems = []
+            few = max(1, windows * REMEMBERED // max(self.samples_per_epoch, 1))
+            for window in range(min(windows, few)):
+                rows += len(self.plan.rows(0, window))
+            self.plan.problems = kept  # problems count when their window is trained on
+            self._estimate = (round(rows * windows / min(windows, few)), few < windows)
+        return self._estimate[0]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of one epoch, at least 1."""
+        return max(1, round(self.rows_per_epoch / (self.device_batch * self.world * self.accumulation)))
+
+    def summary(self) -> str:
+        """One printable line about the epoch."""
+        return self.plan.mixture.summary()
+
+    def _start(self) -> Iterator[tuple[Batch, dict]]:
+        tasks = self._tasks(dict(self._position))
+        if not self.workers:
+            return ((self.builder[task], task.state) for task in tasks)
+        options = {"batch_size": None, "num_workers": self.workers, "worker_init_fn": _quiet_worker}
+        with _own_child_signal():
+            return iter(DataLoader(_WithState(self.builder), sampler=tasks, **options))
+
+    def _tasks(self, state: dict[str, int]) -> Iterator[Task]:
+        """This process's share of every block, with the position after the block."""
+        block_size, block = self.device_batch * self.world, []
+        place = state
+        for row, place in row_stream(self.plan, state, once=not self.plan.train):
+            block.append((row, place["epoch"]))
+            if len(block) == block_size:
+                state = self._advanced(state, place, block)
+                yield self._task(block, state)
+                block = []
+        if block:  # the last batch of a single pass is filled up, so that every process has as many batches
+            state = self._advanced(state, place, block)
+            blank = (self.plan.blank(block[-1][0]), block[-1][1])
+            yield self._task(block + [blank] * (block_size - len(block)), state)
+
+    def _advanced(self, state: dict[str, int], place: dict[str, int], block: list) -> dict[str, int]:
+        samples = sum(self.plan.n_samples(row) for row, _ in block)
+        return {**place, "rows": state["rows"] + len(block), "samples": state["samples"] + samples}
+
+    def _task(self, block: list, state: dict[str, int]) -> Task:
+        self._note(self.plan.problems)
+        self.plan.problems = []
+        shape = self.plan.shape([row for row, _ in block])
+        rows, epochs = zip(*block[self.rank :: self.world], strict=True)
+        return Task(rows, replace(shape, rows=len(rows)), epochs, state)
+
+    def _count(self, batch: Batch) -> None:
+        self.counts["seen"] += batch.n_samples
+        self.counts["rows"] += len(batch.keys)
+        self.counts["tokens"] += batch.n_tokens
+        self.counts["positions"] += batch.n_positions
+        self.counts["sources"].update(batch.sources)
+        self._note(batch.problems)
+
+    def _note(self, problems: Sequence[Problem]) -> None:
+        """Counts and logs what could not be used; ValueError above the allowed share."""
+        for problem in problems:
+            self.counts["bad"][problem.reason] += 1
+            log.warning("%s: sample %r left out: %s", problem.source, problem.key, problem.message)
+        self._samples_named = [*self._samples_named, *problems][-5:]
+        bad = self.counts["bad"].total()
+        if problems and bad > self.max_bad * max(self.counts["seen"] + bad, 100):
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.counts["bad"].most_common())
+            last = "; ".join(f"{p.source} {p.key!r}: {p.message}" for p in self._samples_named)
+            raise ValueError(
+                f"{bad} of {self.counts['seen'] + bad} samples cannot be used ({reasons}), more than data.max_bad_share {self.max_bad}. "
+                f"The last: {last}. Run `mmkit data check` on the source, repair it, or raise max_bad_share"
+            )
+
+    def _explained(self, error: Exception) -> Exception:
+        """The error of a worker that was killed, with the sample it was at; other errors unchanged."""
+        if not (dead := self.watch.dead() if self.workers else []):
+            return error
+        pid, index = dead[0]
+        place = f"sample {self._key(index)!r} of source {self.plan.mixture.source_name(index)!r} (number {index})"
+        return RuntimeError(f"data worker {pid} was killed at {place}; if memory ran out, lower data.workers. {type(error).__name__}: {error}")
+
+    def _key(self, index: int) -> str:
+        try:
+            return self.plan.mixture[index].key
+        except ValueError:
+            return f"#{index}"
+
+
+@contextlib.contextmanager
+def _own_child_signal() -> Iterator[None]:
+    """Keeps the process's own SIGCHLD handler.
+
+    DataLoader installs one that raises wherever the main thread happens to be when a worker dies, in the middle of a checkpoint for
+    instance. Without it a dead worker is found within five seconds, when the next batch is asked for.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGCHLD) if in_main else None
+    try:
+        yield
+    finally:
+        if in_main:
+            signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
+
+
+class _WithState:
+    """A builder whose items carry the position after them through worker processes."""
+
+    def __init__(self, builder):
+        self.builder = builder
+
+    def __getitem__(self, task: Task) -> tuple[Batch, dict]:
+        return self.builder[task], task.state
+
+
+def _quiet_worker(_: int) -> None:
+    """One thread a worker; tokenizers' own threads do not survive a fork."""
+    import os
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)

@@ -1,0 +1,182 @@
+"""The one global order of rows: which conversations stand in which row, for every process the same.
+
+An epoch's units (`Mixture.order`) are taken window by window; the conversations of a window are tokenised, joined by picture where
+wanted, and packed into rows. Nothing here knows of workers or devices. Tokenisation happens here, once, so row lengths are known
+to every process before a batch is built and all agree on its static shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from mmkit.config import ConfigError, DataConfig, VlmConfig
+from mmkit.data.batches import N_TARGETS, Problem, Shape, Slots
+from mmkit.data.building import drawn
+from mmkit.data.conversation import Formatter
+from mmkit.data.example import BadRecord, ImageRef
+from mmkit.data.images import ImageError, image_size
+from mmkit.data.mixture import Mixture, Order
+from mmkit.data.packing import Item, Limits, Member, Row, first_fit, items_of, power_of_two, row_length
+
+WINDOW = 2048  # samples planned together; rows are filled from one window
+REMEMBERED = 65_536  # encoded conversations kept for later epochs
+
+
+class ExamplePlan:
+    """Rows of contrastive data: one example each, in the mixture's order. Also the base of `ConversationPlan`."""
+
+    def __init__(self, mixture: Mixture, *, seed: int, train: bool, by_image: bool = False, megabatch: int = 0):
+        self.mixture, self.seed, self.train = mixture, seed, train
+        self.by_image, self.megabatch = by_image, megabatch
+        self.problems: list[Problem] = []  # of planning, since last taken
+        self._order: tuple[int, Order] | None = None
+
+    def order(self, epoch: int) -> Order:
+        """The epoch's units; the last one asked for is kept."""
+        if self._order is None or self._order[0] != epoch:
+            order = self.mixture.order(self.seed, epoch, train=self.train, by_image=self.by_image, megabatch=self.megabatch)
+            self._order = (epoch, order)
+        return self._order[1]
+
+    def windows(self, epoch: int) -> int:
+        """Windows of an epoch."""
+        return -(-len(self.order(epoch)) // self._units_a_window(epoch))
+
+    def rows(self, epoch: int, window: int) -> list:
+        """Rows of one window."""
+        return self._members(epoch, window).tolist()
+
+    def shape(self, block: list) -> Shape:
+        """Static shape of a block of rows."""
+        return Shape(len(block), 1)
+
+    def n_samples(self, row) -> int:
+        """Samples in a row."""
+        return 1
+
+    def blank(self, last):
+        """What fills the last block of a single pass: ``last`` again (its key tells), since a contrastive batch has no empty rows."""
+        return last
+
+    def _units_a_window(self, epoch: int) -> int:
+        order = self.order(epoch)
+        return max(1, WINDOW * len(order) // max(len(order.members), 1))
+
+    def _members(self, epoch: int, window: int) -> np.ndarray:
+        order, size = self.order(epoch), self._units_a_window(epoch)
+        first, last = window * size, min((window + 1) * size, len(order))
+        return order.members[order.starts[first] : order.starts[last]]
+
+
+class ConversationPlan(ExamplePlan):
+    """Rows of conversations for a vision-language model."""
+
+    def __init__(self, mixture: Mixture, data: DataConfig, model: VlmConfig, formatter: Formatter, *, seed: int, train: bool, megabatch: int):
+        group = megabatch if train and data.group_by_length else 0
+        super().__init__(mixture, seed=seed, train=train, by_image=data.share_image, megabatch=group)
+        self.formatter, self.pack, self.slots = formatter, data.pack, Slots.of(model)
+        self.limits = Limits(data.max_length, data.max_images, data.max_regions)
+        self.buckets = row_buckets(data)
+        self.has_regions = model.regions is not None
+        if self.has_regions and not data.max_regions:
+            raise ConfigError("data.max_regions is 0 but the model has regions; set it to the most regions one row may hold")
+        self._encoded: dict[int, Member] = {}
+
+    def rows(self, epoch: int, window: int) -> list[Row]:
+        """Rows of one window; examples that cannot be used go to ``problems``."""
+        order, size = self.order(epoch), self._units_a_window(epoch)
+        items: list[Item] = []
+        for unit in range(window * size, min((window + 1) * size, len(order))):
+            members = [member for index in order.unit(unit).tolist() if (member := self._member(index, epoch)) is not None]
+            items += items_of(members, self.limits)
+        if not self.pack:
+            return [(item,) for item in items]
+        rows = first_fit(items, self.limits)
+        if not self.train:
+            return rows
+        shuffled = np.random.default_rng([self.seed, epoch, window, 1]).permutation(len(rows))
+        return [rows[number] for number in shuffled]
+
+    def n_samples(self, row: Row) -> int:
+        """Conversations in a row."""
+        return sum(len(item.members) for item in row)
+
+    def blank(self, last: Row) -> Row:
+        """A row without conversations."""
+        return ()
+
+    def shape(self, block: list[Row]) -> Shape:
+        """The smallest static shape that holds every row of a block."""
+        longest = max(map(row_length, block), default=1)
+        targets = max((sum(item.n_targets for item in row) for row in block), default=0)
+        images = max((sum(item.n_images for item in row) for row in block), default=0)
+        regions = max((sum(item.n_regions for item in row) for row in block), default=0)
+        return Shape(
+            len(block),
+            next(bucket for bucket in self.buckets if bucket >= longest),
+            power_of_two(targets, N_TARGETS, 2**30),
+            power_of_two(images, 1, self.limits.images),
+            power_of_two(regions, 1, self.limits.regions) if self.has_regions else 0,
+        )
+
+    def _member(self, index: int, epoch: int) -> Member | None:
+        if index in self._encoded:
+            return self._encoded[index]
+        try:
+            member = self._encode(index, epoch)
+        except BadRecord as error:
+            self.problems.append(Problem(error.key, self.mixture.source_name(index), error.reason, error.message))
+            return None
+        if len(self._encoded) < REMEMBERED and not (self.train and self.mixture.varies(index)):
+            self._encoded[index] = member
+        return member
+
+    def _encode(self, index: int, epoch: int) -> Member:
+        example = drawn(self.mixture, index, self.seed, epoch, self.train)
+        encoded = self.formatter.encode(example)
+        slots = tuple(self._slots(ref, example.key, example.source) for ref in example.images)
+        member = Member(index, encoded, tuple(ref.identity for ref in example.images), slots)
+        for reason, needed, limit, setting in (
+            ("too long", member.length, self.limits.tokens, "max_length"),
+            ("too many images", len(slots), self.limits.images, "max_images"),
+            ("too many regions", len(encoded.regions), self.limits.regions, "max_regions"),
+        ):
+            if needed > limit:
+                raise BadRecord(f"needs {needed}, more than data.{setting} {limit}", key=example.key, source=example.source, reason=reason)
+        return member
+
+    def _slots(self, ref: ImageRef, key: str, source: str) -> int:
+        if not self.slots.crops:
+            return self.slots.full
+        try:
+            return self.slots.count(image_size(ref))
+        except ImageError as error:
+            raise BadRecord(error.message, key=key, source=source, reason=error.reason) from None
+
+
+def row_buckets(data: DataConfig) -> tuple[int, ...]:
+    """Row lengths that may occur, ascending; the last is ``max_length``."""
+    if over := [bucket for bucket in data.buckets if bucket > data.max_length]:
+        raise ConfigError(f"data.buckets has {over[0]}, more than data.max_length {data.max_length}; remove it or raise max_length")
+    return tuple(sorted({*data.buckets, data.max_length}))
+
+
+def row_stream(plan: ExamplePlan, state: dict[str, int], once: bool) -> Iterator[tuple[object, dict[str, int]]]:
+    """(row, position after it) from ``state`` on; endless unless ``once``. ValueError where an epoch has no usable row."""
+    epoch, window, skip = state["epoch"], state["window"], state["row"]
+    while True:
+        any_row = skip > 0 or window > 0
+        while window < plan.windows(epoch):
+            rows = plan.rows(epoch, window)
+            for number in range(skip, len(rows)):
+                any_row = True
+                yield rows[number], {"epoch": epoch, "window": window, "row": number + 1}
+            window, skip = window + 1, 0
+        if not any_row:
+            last = plan.problems[-1] if plan.problems else None
+            raise ValueError("no example of the data can be used" + (f"; for instance {last.source} {last.key!r}: {last.message}" if last else ""))
+        if once:
+            return
+        epoch, window = epoch + 1, 0
