@@ -34,12 +34,38 @@ def n_slots(side: int, width: int, height: int, newline: bool = True) -> int:
 
 def paddings(sizes: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """`padding` for a tensor: sizes (..., 2) of (width, height) -> (rows, columns), each (...) int64. Static shapes, no loop."""
-    width, height = sizes.to(torch.float64).unbind(-1)
-    wide = width / height > 1
-    most = (side - 1) // 2
-    rows = ((side - (height * (side / width)).long()) // 2).clamp(max=most)
-    columns = ((side - (width * (side / height)).long()) // 2).clamp(max=most)
-    return torch.where(wide, rows, 0), torch.where(wide, 0, columns)
+    width, height = sizes.long().unbind(-1)
+    shown = scaled(torch.minimum(width, height), torch.maximum(width, height), side)
+    hidden = ((side - shown) // 2).clamp(max=(side - 1) // 2)
+    wide = width > height
+    return torch.where(wide, hidden, 0), torch.where(wide, 0, hidden)
+
+
+def scaled(short: Tensor, long: Tensor, side: int) -> Tensor:
+    """``int(short * (side / long))`` as IEEE doubles give it, by int64 arithmetic alone (sizes below 2^24).
+
+    TPUs emulate doubles with fewer bits and some devices have none, yet every grid must be the one the data pipeline counted. The
+    double result differs from the exact quotient k only where k is whole and the product rounds below it: side / long was rounded
+    down, by rem / long units in its last place, and ``short`` times that is more than half a step of the doubles below k.
+    """
+    k = short * side // long
+    up, down = (torch.arange(n, device=long.device) for n in (11, 25))
+    exponent = (side >= long[..., None] << up[1:]).sum(-1) - ((side << down) < long[..., None]).sum(-1)  # of side / long
+    rem = side * _power_of_two(52 - exponent, long) % long
+    step = (k[..., None] > (1 << up)).sum(-1) - 1  # k is in (2^step, 2^(step + 1)]
+    more = step - exponent - 1
+    error, half = (short * rem) << (-more).clamp(min=0), long << more.clamp(min=0)
+    below = (short * side % long == 0) & (2 * rem < long) & (error > half)
+    return k - below.long()
+
+
+def _power_of_two(exponent: Tensor, modulus: Tensor) -> Tensor:
+    """2^exponent mod modulus for exponents below 128, by repeated squaring."""
+    out, square = torch.ones_like(modulus), torch.full_like(modulus, 2)
+    for bit in range(7):
+        out = torch.where((exponent >> bit) & 1 == 1, out * square % modulus, out % modulus)
+        square = square * square % modulus
+    return out
 
 
 def visible_cells(sizes: Tensor, side: int) -> Tensor:

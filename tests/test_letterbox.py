@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmkit.letterbox import cropped, n_slots, padding, paddings, visible_cells, visible_slots
+from mmkit.letterbox import cropped, n_slots, padding, paddings, scaled, visible_cells, visible_slots
 
 SIZES = [(640, 480), (480, 640), (336, 336), (1000, 130), (200, 1000), (7, 5), (300, 299), (1333, 1), (1, 4000), (499, 500), (3, 1), (2048, 85)]
 SIDES = (1, 2, 4, 6, 7, 24, 96)
@@ -16,6 +16,21 @@ def test_tensor_arithmetic_equals_the_integers_for_every_size(side):
     many = SIZES + [(w, h) for w in range(1, 60, 7) for h in range(1, 60, 5)]
     rows, columns = paddings(torch.tensor(many), side)
     assert list(zip(rows.tolist(), columns.tolist(), strict=True)) == [padding(side, *size) for size in many]
+
+
+@pytest.mark.parametrize("side", (3, 24, 27, 96, 1000))
+def test_integer_arithmetic_equals_doubles_also_where_they_round_below_a_whole_number(side):
+    long = torch.arange(1, 700)[:, None].expand(-1, 699)
+    short = torch.arange(1, 700)[None].expand(699, -1).minimum(long)
+    generator = torch.Generator().manual_seed(side)
+    big = torch.randint(1, 2**23, (20_000,), generator=generator)
+    whole = big // side * side  # short * side / long is often whole for these
+    long = torch.cat([long.flatten(), big, (whole * 3).clamp(min=1)])
+    short = torch.cat([short.flatten(), torch.randint(1, 2**23, (20_000,), generator=generator).minimum(big), whole.clamp(min=1)])
+    want = [int(s * (side / n)) for s, n in zip(short.tolist(), long.tolist(), strict=True)]
+    assert scaled(short, long, side).tolist() == want
+    if side != 1000:
+        assert any(w != s * side // n for w, s, n in zip(want, short.tolist(), long.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("side", SIDES)
