@@ -23,7 +23,8 @@ class Source(Protocol):
     """What a reader gives: a name, a length, and examples by number.
 
     Optional: ``draw(i, rng)`` for examples with random choices; ``group(i)`` the picture's identity without reading the
-    example whole; ``length(i)`` its number of words, negative without a picture; ``fingerprint`` a text that changes with the data.
+    example whole; ``length(i)`` its number of words, negative without a picture; ``fingerprint`` a text that changes with the data;
+    ``draw_order(rng, wanted)`` its own shuffling, which keeps what is read together near.
     """
 
     name: str
@@ -148,8 +149,12 @@ class Mixture:
         pool = min(n, self.configs[number].cap or n)
         chosen: list[np.ndarray] = []
         rng, count = np.random.default_rng([seed, epoch, number]), 0
+        near = getattr(self.sources[number], "draw_order", None)
         while count < wanted:
-            units = rng.permutation(len(sizes)) if train else np.arange(len(sizes))
+            if near and train and not by_image:
+                units = near(rng, min(pool, wanted - count))
+            else:
+                units = rng.permutation(len(sizes)) if train else np.arange(len(sizes))
             until = np.searchsorted(np.cumsum(sizes[units]), min(pool, wanted - count)) + 1
             chosen.append(units[:until])
             count += min(int(sizes[units[:until]].sum()), pool)

@@ -1,0 +1,216 @@
+"""WebDataset tar shards as a source of examples, without a sample lost in silence (clip-training section 8; U09, U17-U23).
+
+`open_shards` indexes every shard once and gives a map-style source: `Mixture` and `Loader` then shuffle, share out and resume it like
+any other, one sample at a time, so neither the number of shards nor of workers limits the number of processes. Its `draw_order` keeps
+neighbours of an epoch in one shard for fast reading. `shard_order` and `split` are the rules for those who stream whole shards.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from mmkit.config import ConfigError, DataConfig, FilterRule, SourceConfig
+from mmkit.data.example import IMAGE, BadRecord, Example, ImageRef, Turn
+from mmkit.data.tar_files import ShardError, expand, is_remote
+from mmkit.data.tar_index import FILTERED, IMAGE_EXTENSIONS, ShardIndex, index_of, total
+
+log = logging.getLogger(__name__)
+
+SHUFFLE = 5000  # samples whose order is mixed in a window of an epoch, as open_clip's sample buffer
+CONNECTIONS = 8  # remote shards indexed at the same time
+
+
+class ShardSource:
+    """Examples of tar shards by number: the picture's encoded bytes, the caption as an assistant's turn, metadata in ``meta``."""
+
+    def __init__(self, name: str, indexes: Sequence[ShardIndex], *, resampled: bool = False, shard_weights: Sequence[float] = ()):
+        self.name, self.indexes, self.resampled = name, list(indexes), resampled
+        self.starts = np.cumsum([0, *(len(index) for index in indexes)])
+        weights = np.array(shard_weights or [1.0] * len(indexes)) * (np.diff(self.starts) > 0)
+        self.chances = weights / weights.sum() if weights.sum() else weights
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, i: int) -> Example:
+        shard, local = self._place(i)
+        index = self.indexes[shard]
+        key = index.key(local)
+        try:
+            picture, caption, meta = index.read(local)
+        except ShardError as error:
+            raise BadRecord(str(error), key=key, source=self.name, reason=error.reason) from error
+        image = ImageRef(picture, name=index.picture_name(local))
+        turns = (Turn("user", IMAGE, trained=False), Turn("assistant", caption))
+        return Example(key, (image,), turns, source=self.name, meta=meta)
+
+    def group(self, i: int) -> str:
+        """The picture's identity, without reading it."""
+        shard, local = self._place(i)
+        return self.indexes[shard].picture_name(local)
+
+    def _place(self, i: int) -> tuple[int, int]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        shard = int(np.searchsorted(self.starts, i, side="right")) - 1
+        return shard, int(i - self.starts[shard])
+
+    def draw_order(self, rng: np.random.Generator, wanted: int) -> np.ndarray:
+        """Up to ``wanted`` sample numbers in the order of an epoch: shards shuffled, then samples mixed within `SHUFFLE` neighbours.
+
+        Without replacement every sample comes once; ``resampled`` draws shards with replacement by their weights, which open_clip does.
+        """
+        if not self.resampled:
+            shards = rng.permutation(len(self.indexes))
+        else:
+            mean = float(self.chances @ np.diff(self.starts))
+            shards = rng.choice(len(self.indexes), size=max(1, -int(-wanted // mean)) + 1, p=self.chances)
+        parts = [np.arange(self.starts[shard], self.starts[shard + 1]) for shard in shards]
+        order = np.concatenate(parts)[: wanted if self.resampled else None]
+        for start in range(0, len(order), SHUFFLE):
+            rng.shuffle(order[start : start + SHUFFLE])
+        return order[:wanted]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Changes with the shards, their samples or the way they are drawn."""
+        facts = [(index.url, len(index)) for index in self.indexes] + [self.resampled, self.chances.tolist()]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+    @property
+    def counts(self) -> Counter:
+        """Samples left out, by cause, over all shards."""
+        return total(self.indexes)
+
+    def report(self) -> list[dict[str, Any]]:
+        """One row a shard: samples usable, left out by cause, and what is wrong with it."""
+        rows = []
+        for index in self.indexes:
+            causes = {cause: n for cause, n in index.counts.items() if cause != "samples"}
+            rows.append({"shard": index.url, "samples": index.counts["samples"], "ok": len(index), **causes, "message": index.message})
+        return rows
+
+    def summary(self) -> str:
+        """Lines for people: totals, what each cause and rule removed, damaged shards by name, how an epoch draws."""
+        counts = self.counts
+        lines = [f"{self.name}: {len(self.indexes)} shards, {counts['samples']:,} samples found, {len(self):,} usable"]
+        lines += [f"  left out: {n:,} {cause}" for cause, n in sorted(counts.items()) if cause != "samples"]
+        lines += [f"  {index.url}: {index.message} ({len(index)} samples kept)" for index in self.indexes if index.message]
+        if self.resampled:
+            lines.append(f"  shards drawn with replacement: of {len(self):,} samples an epoch as long shows {unique_expected(self):,} different ones")
+        return "\n".join(lines)
+
+
+def unique_expected(source: ShardSource, drawn: int | None = None) -> int:
+    """Different samples to be expected when about ``drawn`` (all) samples come from shards drawn with replacement (U18)."""
+    sizes = np.diff(source.starts)
+    draws = (drawn or len(source)) / max(float(source.chances @ sizes), 1e-9)
+    return round(float((sizes * (1 - (1 - source.chances) ** draws)).sum()))
+
+
+def open_shards(config: SourceConfig, data: DataConfig | None = None, *, shard_weights: Sequence[float] = ()) -> ShardSource:
+    """The source of ``config.path`` (see `tar_files.expand`), filtered by ``config.filters``.
+
+    ``shard_weights``: one for each part of a path joined by ``::``, used when ``data.resampled``.
+
+    Raises ValueError where no sample of the first readable shard can be used, naming the extensions found and wanted; where more
+    than ``data.max_bad_share`` of the samples are damaged or missing, naming the shards; ConfigError for a wrong path.
+    """
+    data = data or DataConfig()
+    urls = expand(config.path)
+    weights = _weights(config.path, shard_weights, data.resampled)
+    indexes = _first_checked(config, urls, data.caption_key)
+    source = ShardSource(config.name, indexes, resampled=data.resampled, shard_weights=weights)
+    check_damage(source, data.max_bad_share)
+    log.info("%s", source.summary())
+    return source
+
+
+def _first_checked(config: SourceConfig, urls: Sequence[str], caption: str) -> list[ShardIndex]:
+    """All indexes; an error as soon as one shard was read that has samples but none of use (U21)."""
+    indexes: list[ShardIndex] = []
+    for url in urls:
+        indexes.append(index_of(url, caption, config.filters))
+        if indexes[-1].found:
+            _check_extensions(config.name, indexes[-1], caption)
+            break
+    rest = urls[len(indexes) :]
+    with ThreadPoolExecutor(CONNECTIONS if any(map(is_remote, rest)) else 1) as pool:
+        return indexes + list(pool.map(lambda url: index_of(url, caption, config.filters), rest))
+
+
+def _check_extensions(name: str, index: ShardIndex, caption: str) -> None:
+    removed = sum(n for cause, n in index.counts.items() if cause.startswith(FILTERED))
+    if len(index) or removed:
+        return
+    found = ", ".join(sorted(index.found))
+    raise ValueError(
+        f"{name}: none of the {index.counts['samples']} samples of the first shard {index.url} can be used. Extensions found: {found}; "
+        f"wanted: one of {', '.join(IMAGE_EXTENSIONS)} and {caption}. A key ends at its first dot, so `a.input.jpg` has extension "
+        "`input.jpg`; write the shards anew with `mmkit.data.tar_writer`, or set data.caption_key"
+    )
+
+
+def check_damage(source: ShardSource, max_bad_share: float) -> None:
+    """ValueError where too much is missing; an absent or unreadable shard counts as an average one, a truncated one for what it lacks of it."""
+    sizes = [index.counts["samples"] for index in source.indexes if index.counts["samples"] and not index.message]
+    average = sum(sizes) / len(sizes) if sizes else 1.0
+    bad = 0.0
+    for index in source.indexes:
+        lost = max(average - index.counts["samples"], 1) if index.message else 0
+        whole = index.counts["truncated tar"] + index.counts["absent shard"] + index.counts["unreadable shard"]
+        bad += index.bad - whole + lost
+    everything = source.counts["samples"] + sum(max(average - i.counts["samples"], 1) for i in source.indexes if i.message)
+    if bad > max_bad_share * everything or not len(source):
+        raise ValueError(
+            f"{bad / max(everything, 1):.1%} of the samples are damaged or missing, more than data.max_bad_share {max_bad_share:.1%}:\n"
+            f"{source.summary()}\nRepair or leave out these shards, or raise data.max_bad_share"
+        )
+
+
+def _weights(path: str, given: Sequence[float], resampled: bool) -> list[float]:
+    parts = path.split("::")
+    if not given:
+        return []
+    if not resampled:
+        raise ConfigError("weights of shards need data.resampled=true; without replacement every sample comes once")
+    if len(given) != len(parts):
+        raise ConfigError(f"{len(given)} weights for {len(parts)} sources joined by `::` in {path!r}; give one for each")
+    return [weight for part, weight in zip(parts, given, strict=True) for _ in expand(part)]
+
+
+def report(pattern: str, caption: str = "txt", filters: Sequence[FilterRule] = ()) -> str:
+    """What `mmkit data shards` prints: `ShardSource.summary` of a pattern, damage and all."""
+    return ShardSource(pattern, [index_of(url, caption, filters) for url in expand(pattern)]).summary()
+
+
+# ---------------------------------------------------------------- streaming whole shards
+
+
+def shard_order(n: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of ``n`` shards in an epoch, the same on every process."""
+    return np.random.default_rng([seed, epoch, n]).permutation(n)
+
+
+def split(order: np.ndarray, rank: int, world: int, worker: int = 0, workers: int = 1) -> np.ndarray:
+    """One worker's shards of an order made before the split: over processes first, then over their workers."""
+    return order[rank::world][worker::workers]
+
+
+def check_enough(n: int, world: int, workers: int) -> None:
+    """ConfigError where some worker of a streaming reader would have no shard and its process would wait forever (U09)."""
+    needed = world * max(workers, 1)
+    if n < needed:
+        raise ConfigError(
+            f"{n} shards for {world} processes x {max(workers, 1)} workers = {needed} readers: some would have none. Use at most "
+            f"{max(n // world, 1)} workers and {n} processes, write more shards, or open the shards by index"
+        )

@@ -1,0 +1,244 @@
+"""Tar shards as files: names written with braces, local or behind a URL, read with retries.
+
+``{00000..00012}`` counts, ``{a,b}`` lists, ``::`` joins sources, ``pipe:COMMAND`` is a program whose output is the tar (kept once in
+the cache, because a position in a pipe cannot be read). Everything else goes through fsspec: s3://, gs://, memory://, https://.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import random
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from mmkit.cache import atomic_write, cache_root
+from mmkit.config import ConfigError
+
+log = logging.getLogger(__name__)
+
+BRACES = re.compile(r"\{([^{}]*)\}")
+RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
+ATTEMPTS = 5
+FIRST_WAIT = 0.5  # seconds before the second attempt; doubled each time, with up to half as much at random
+
+
+class ShardError(ValueError):
+    """A shard that cannot be read; ``reason`` is the counter it belongs to."""
+
+    def __init__(self, url: str, reason: str, message: str):
+        super().__init__(f"shard {url}: {message}")
+        self.url, self.reason, self.message = url, reason, message
+
+    def __reduce__(self):
+        return ShardError, (self.url, self.reason, self.message)
+
+
+@dataclass(frozen=True)
+class TarMember:
+    """One file inside a tar."""
+
+    name: str
+    offset: int  # of its content
+    size: int
+
+
+def expand(path: str) -> list[str]:
+    """The shards a path stands for, in order: a brace pattern, a folder (its ``*.tar``), one file, or several of these joined by ``::``."""
+    urls = [url for part in path.split("::") for url in _expand_one(part.strip())]
+    if len(set(urls)) < len(urls):
+        raise ConfigError(f"{path}: shard {max(urls, key=urls.count)} is listed more than once")
+    return urls
+
+
+def _expand_one(part: str) -> list[str]:
+    if not part:
+        raise ConfigError("an empty source between `::`; remove one of the separators")
+    if not part.startswith("pipe:") and "://" not in part and Path(part).is_dir():
+        found = sorted(str(file) for file in Path(part).glob("*.tar"))
+        if not found:
+            raise ConfigError(f"folder {part} holds no .tar files")
+        return found
+    pieces = BRACES.split(part)  # text, inside, text, inside, ..., text
+    choices = [[piece] if i % 2 == 0 else _choices(piece, part) for i, piece in enumerate(pieces)]
+    return ["".join(combination) for combination in itertools.product(*choices)]
+
+
+def _choices(inside: str, part: str) -> list[str]:
+    if found := RANGE.match(inside):
+        first, last = found.groups()
+        if int(last) < int(first):
+            raise ConfigError(f"{part}: range {{{inside}}} counts backwards")
+        return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    if "," in inside:
+        return inside.split(",")
+    raise ConfigError(f"{part}: {{{inside}}} is neither a range such as 00000..00012 nor a list with commas")
+
+
+# ---------------------------------------------------------------- reading
+
+
+def is_remote(url: str) -> bool:
+    """Whether ``url`` goes through fsspec."""
+    return "://" in url and not url.startswith("file://")
+
+
+def local_path(url: str) -> str:
+    """The path of a shard that lies on a disk; a pipe's output is fetched into the cache first."""
+    return str(piped(url)) if url.startswith("pipe:") else url.removeprefix("file://")
+
+
+def piped(url: str) -> Path:
+    """The output of a ``pipe:`` command, kept in the cache. ShardError where the command fails."""
+    command = url.removeprefix("pipe:")
+    path = cache_root() / "shards" / "piped" / f"{hashlib.sha256(command.encode()).hexdigest()[:24]}.tar"
+    if not path.is_file():
+        with atomic_write(path) as temporary, open(temporary, "wb") as file:
+            done = subprocess.run(command, shell=True, stdout=file, stderr=subprocess.PIPE, check=False)
+            if done.returncode:
+                last = done.stderr.decode("utf8", "replace").strip().splitlines()[-1:]
+                raise ShardError(url, "absent shard", f"the command ended with {done.returncode}: {' '.join(last)}")
+    return path
+
+
+def stamp(url: str) -> str:
+    """What changes when the shard does: size and modification time or the store's tag. ShardError where there is no such shard."""
+    if not is_remote(url):
+        try:
+            facts = os.stat(local_path(url))
+        except FileNotFoundError:
+            raise ShardError(url, "absent shard", "there is no such file") from None
+        return f"{facts.st_size}-{facts.st_mtime_ns}"
+    info = retried(lambda: _info(url), url)
+    return f"{info['size']}-{info.get('ETag') or info.get('mtime') or info.get('last_modified') or info.get('created') or ''}"
+
+
+def _info(url: str) -> dict[str, Any]:
+    system, inner = fsspec.core.url_to_fs(url)
+    system.invalidate_cache()
+    return system.info(inner)
+
+
+def read_range(url: str, offset: int, size: int) -> bytes:
+    """``size`` bytes of a shard from ``offset``; remote reads are retried. ShardError where they end early."""
+    data = retried(lambda: _fetch(url, offset, size), url) if is_remote(url) else _read_local(local_path(url), offset, size)
+    if len(data) != size:
+        raise ShardError(url, "truncated tar", f"{len(data)} of {size} bytes at {offset}; the shard has changed or is cut short")
+    return data
+
+
+def _fetch(url: str, offset: int, size: int) -> bytes:
+    system, inner = fsspec.core.url_to_fs(url)
+    data = system.cat_file(inner, start=offset, end=offset + size)
+    if len(data) < size and system.size(inner) >= offset + size:
+        raise OSError(f"connection closed after {len(data)} of {size} bytes")
+    return data
+
+
+def _read_local(path: str, offset: int, size: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(size)
+
+
+def retried(action: Callable[[], Any], url: str, attempts: int = ATTEMPTS, first_wait: float | None = None) -> Any:
+    """``action()``, tried again with growing waits after a dropped connection. ShardError when it keeps failing or nothing is there."""
+    wait = FIRST_WAIT if first_wait is None else first_wait
+    for attempt in range(1, attempts + 1):
+        try:
+            return action()
+        except FileNotFoundError:
+            raise ShardError(url, "absent shard", "there is no such object") from None
+        except PermissionError as error:
+            raise ShardError(url, "absent shard", f"no permission ({error})") from error
+        except transient_errors() as error:
+            if attempt == attempts:
+                raise ShardError(url, "unreadable shard", f"still failing after {attempts} attempts ({type(error).__name__}: {error})") from error
+            pause = wait * 2 ** (attempt - 1) * (1 + random.random() / 2)
+            log.warning("%s: %s: %s; attempt %d of %d in %.1f s", url, type(error).__name__, error, attempt + 1, attempts, pause)
+            time.sleep(pause)
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def transient_errors() -> tuple[type[BaseException], ...]:
+    """Errors of a connection, in the libraries that are loaded."""
+    kinds: list[type[BaseException]] = [OSError, EOFError, TimeoutError]
+    for module, name in (("aiohttp", "ClientError"), ("botocore.exceptions", "BotoCoreError"), ("botocore.exceptions", "ClientError")):
+        if module in sys.modules:
+            kinds.append(getattr(sys.modules[module], name))
+    return tuple(kinds)
+
+
+def members(url: str) -> Iterator[TarMember]:
+    """The files of a shard in order. Ends with ShardError where the tar is cut short, after the whole members have been given."""
+    size = retried(lambda: _info(url)["size"], url) if is_remote(url) else os.stat(local_path(url)).st_size
+    with _opened(url) as file:
+        try:
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                for info in tar:
+                    if info.offset_data + info.size > size:
+                        raise ShardError(url, "truncated tar", f"{info.name} needs {info.offset_data + info.size} bytes, the file has {size}")
+                    if info.isfile():
+                        yield TarMember(info.name, info.offset_data, info.size)
+                end = tar.offset
+        except tarfile.TarError as error:
+            raise ShardError(url, "truncated tar", f"{error}") from error
+    if end + tarfile.BLOCKSIZE > size:
+        raise ShardError(url, "truncated tar", f"no end mark; the file stops at {size} bytes")
+
+
+def _opened(url: str):
+    if not is_remote(url):
+        return open(local_path(url), "rb")
+    return _Remote(url)
+
+
+class _Remote:
+    """A seekable reader that fetches a block at a time with retries; for passing over headers."""
+
+    BLOCK = 1 << 20
+
+    def __init__(self, url: str):
+        self.url, self.position = url, 0
+        self.size = retried(lambda: _info(url)["size"], url)
+        self.start, self.block = 0, b""
+
+    def __enter__(self) -> _Remote:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.block = b""
+
+    def tell(self) -> int:
+        """The position of the next read."""
+        return self.position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Moves the position."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.size}[whence]
+        self.position = base + offset
+        return self.position
+
+    def read(self, n: int = -1) -> bytes:
+        """Up to ``n`` bytes from the position."""
+        end = self.size if n < 0 else min(self.position + n, self.size)
+        out = bytearray()
+        while self.position < end:
+            if not self.start <= self.position < self.start + len(self.block):
+                self.start = self.position
+                self.block = read_range(self.url, self.start, min(self.BLOCK, self.size - self.start))
+            part = self.block[self.position - self.start : end - self.start]
+            out += part
+            self.position += len(part)
+        return bytes(out)

@@ -1,0 +1,213 @@
+"""The index of a tar shard: where each usable sample's picture, caption and metadata lie, made in one pass and kept in the cache.
+
+With it any sample is one read away, so tar sources behave like any other: exact position, any number of workers. What cannot be
+used is counted by cause here, before training starts; pictures that do not decode are found when they are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mmkit.cache import atomic_write, cache_root
+from mmkit.config import FilterRule
+from mmkit.data.tar_files import ShardError, TarMember, members, read_range, stamp
+
+log = logging.getLogger(__name__)
+
+IMAGE_EXTENSIONS = ("jpg", "png", "jpeg", "webp")
+VERSION = 1
+OPERATIONS: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "in": lambda value, allowed: value in allowed,
+    "not in": lambda value, refused: value not in refused,
+}
+# Counters that are not damage: what a rule removes is removed on purpose.
+FILTERED = "filter "
+
+
+@dataclass
+class ShardIndex:
+    """The n usable samples of a shard, about 60 bytes each."""
+
+    url: str
+    names: np.ndarray  # (n,) keys in UTF-8
+    kinds: np.ndarray  # (n,) uint8: the picture's extension in IMAGE_EXTENSIONS
+    spans: np.ndarray  # (n, 3, 2) int64: offset and size of picture, caption and metadata (size -1: none)
+    counts: Counter = field(default_factory=Counter)  # cause -> samples left out; "samples" -> all that were found
+    found: Counter = field(default_factory=Counter)  # extension -> files
+    message: str = ""  # what was wrong with the shard as a whole
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def key(self, i: int) -> str:
+        """The key of sample ``i``."""
+        return self.names[i].decode("utf8")
+
+    def picture_name(self, i: int) -> str:
+        """A name of sample ``i``'s picture that is unique over shards."""
+        return f"{self.url}/{self.key(i)}.{IMAGE_EXTENSIONS[self.kinds[i]]}"
+
+    @property
+    def bad(self) -> int:
+        """Samples that damage has cost; what filters removed does not count."""
+        return sum(n for cause, n in self.counts.items() if cause != "samples" and not cause.startswith(FILTERED))
+
+    def read(self, i: int) -> tuple[bytes, str, dict[str, Any]]:
+        """Picture, caption and metadata of sample ``i``, by one read where they lie side by side (they do, but for strange tars)."""
+        spans = [(int(offset), int(size)) for offset, size in self.spans[i] if size >= 0]
+        first, last = min(offset for offset, _ in spans), max(offset + size for offset, size in spans)
+        if last - first > 2 * sum(size for _, size in spans) + (1 << 16):
+            parts = [read_range(self.url, offset, size) for offset, size in spans]
+        else:
+            data = read_range(self.url, first, last - first)
+            parts = [data[offset - first : offset - first + size] for offset, size in spans]
+        meta = _metadata(parts[2]) if len(parts) > 2 else {}
+        return parts[0], parts[1].decode("utf8", "replace").strip(), meta or {}
+
+
+def index_of(url: str, caption: str = "txt", filters: Sequence[FilterRule] = ()) -> ShardIndex:
+    """The index of a shard, from the cache where the shard has not changed. An absent shard gives an empty one that says so."""
+    try:
+        mark = stamp(url)
+    except ShardError as error:
+        return ShardIndex(url, *_arrays([], [], []), Counter({error.reason: 1}), message=error.message)
+    rules = json.dumps([rule.model_dump() for rule in filters], sort_keys=True, default=str)
+    name = hashlib.sha256(f"{VERSION} {url} {mark} {caption} {rules}".encode()).hexdigest()[:32]
+    path = cache_root() / "shards" / f"{name}.npz"
+    if path.is_file():
+        return _load(url, path)
+    index = build(url, caption, filters)
+    if "unreadable shard" not in index.counts:  # a network fault is not a property of the shard
+        _save(index, path)
+    return index
+
+
+def build(url: str, caption: str = "txt", filters: Sequence[FilterRule] = ()) -> ShardIndex:
+    """Reads a shard's headers once. Damage ends the reading and is counted; the whole samples before it stay."""
+    keys, kinds, spans = [], [], []
+    index = ShardIndex(url, *_arrays(keys, kinds, spans))
+    for key, files in _samples(url, index):
+        index.counts["samples"] += 1
+        index.found.update(files.keys())
+        picture = next((name for name in IMAGE_EXTENSIONS if name in files), None)
+        cause = _unusable(picture, files, caption) or _filtered(url, files, filters)
+        if cause:
+            index.counts[cause] += 1
+            continue
+        keys.append(key.encode("utf8"))
+        kinds.append(IMAGE_EXTENSIONS.index(picture))
+        row = [files[picture], files[caption], files.get("json")]
+        spans.append([(file.offset, file.size) if file else (0, -1) for file in row])
+    index.names, index.kinds, index.spans = _arrays(keys, kinds, spans)
+    return index
+
+
+def _arrays(keys: list[bytes], kinds: list[int], spans: list) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return np.array(keys, "S" if keys else "S1"), np.array(kinds, np.uint8), np.array(spans, np.int64).reshape(-1, 3, 2)
+
+
+def _samples(url: str, index: ShardIndex) -> Iterator[tuple[str, dict[str, TarMember]]]:
+    """(key, extension -> file) of each sample: neighbours that share a key. An extension seen twice begins a new sample."""
+    key, files = "", {}
+    seen: set[str] = set()
+    try:
+        for member in members(url):
+            folder, _, name = member.name.rpartition("/")
+            base, _, extension = name.partition(".")
+            if not base or not extension:
+                continue
+            extension, this = extension.lower(), f"{folder}/{base}" if folder else base
+            if this != key or extension in files:
+                if files:
+                    yield key, files
+                if this in seen:
+                    index.counts["duplicate key"] += 1
+                seen.add(this)
+                key, files = this, {}
+            files[extension] = member
+    except ShardError as error:
+        index.counts[error.reason] += 1
+        index.message = error.message
+        log.warning("%s", error)
+        return  # the sample being read may lack a file, so it is not given
+    if files:
+        yield key, files
+
+
+def _unusable(picture: str | None, files: dict[str, TarMember], caption: str) -> str:
+    if picture and caption in files:
+        return ""
+    if any("." in name and name.rsplit(".", 1)[-1] in (*IMAGE_EXTENSIONS, caption) for name in files):
+        return "dotted key"
+    return "missing image" if picture is None else "missing text"
+
+
+def _filtered(url: str, files: dict[str, TarMember], filters: Sequence[FilterRule]) -> str:
+    """The counter of the first rule that removes a sample, or an empty text."""
+    if not filters:
+        return ""
+    meta = _metadata(read_range(url, files["json"].offset, files["json"].size)) if "json" in files else {}
+    if meta is None:
+        return "bad json"
+    return next((f"{FILTERED}{title(rule)}" for rule in filters if not keeps(rule, meta)), "")
+
+
+def title(rule: FilterRule) -> str:
+    """``punsafe <= 0.5``."""
+    return f"{rule.key} {rule.op} {rule.value}"
+
+
+def keeps(rule: FilterRule, meta: dict[str, Any]) -> bool:
+    """Whether a sample with this metadata stays. A value of another type than the rule's counts as missing."""
+    value = meta.get(rule.key)
+    if value is None:
+        return rule.if_missing == "keep"
+    try:
+        return OPERATIONS[rule.op](value, rule.value)
+    except TypeError:
+        return rule.if_missing == "keep"
+
+
+def _metadata(data: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(data)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _save(index: ShardIndex, path) -> None:
+    facts = {"counts": index.counts, "found": index.found, "message": index.message}
+    arrays = {"names": index.names, "kinds": index.kinds, "spans": index.spans}
+    with atomic_write(path) as temporary, open(temporary, "wb") as file:
+        np.savez_compressed(file, **arrays, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8))
+
+
+def _load(url: str, path) -> ShardIndex:
+    with np.load(path) as stored:
+        facts = json.loads(stored["facts"].tobytes())
+        arrays = (stored[name] for name in ("names", "kinds", "spans"))
+        return ShardIndex(url, *arrays, Counter(facts["counts"]), Counter(facts["found"]), facts["message"])
+
+
+def total(indexes: Iterable[ShardIndex]) -> Counter:
+    """All counters of several shards added up."""
+    out: Counter = Counter()
+    for index in indexes:
+        out.update(index.counts)
+    return out

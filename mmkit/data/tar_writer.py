@@ -1,0 +1,107 @@
+"""Writes WebDataset tar shards: a context manager whose shards appear whole under their names or not at all (U23)."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Mapping
+from typing import Any
+
+import fsspec
+
+from mmkit.data.tar_files import is_remote, members
+
+NAME = "{:05d}.tar"
+
+
+class ShardWriter:
+    """``with ShardWriter(folder) as writer: writer.write("000001", {"jpg": data, "txt": "a cat"})``.
+
+    A shard is closed after ``max_samples`` samples or ``max_bytes`` of content, read back, compared with what was written, and
+    only then given its final name. ``sizes.json`` (shard -> samples) is written at the end. After an error the unfinished shard is
+    removed. ``folder`` is any fsspec path. Samples are reproducible: times and owners in the tar are fixed.
+    """
+
+    def __init__(self, folder: str, max_samples: int = 10_000, max_bytes: int = 256 << 20, first: int = 0):
+        self.folder, self.max_samples, self.max_bytes = str(folder).rstrip("/"), max_samples, max_bytes
+        self.system, self.base = fsspec.core.url_to_fs(self.folder)
+        self.number = first
+        self.sizes: dict[str, int] = {}
+        self._seen: set[str] = set()
+        self._begin()
+
+    def __enter__(self) -> ShardWriter:
+        self.system.makedirs(self.base, exist_ok=True)
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if kind is None:
+            self._finish_shard()
+            with self.system.open(f"{self.base}/sizes.json", "w") as file:
+                json.dump(self.sizes, file, indent=1)
+        self._begin()
+
+    def write(self, key: str, fields: Mapping[str, Any]) -> None:
+        """One sample: extension -> bytes, text, or (``json``) a value. ValueError for a key that readers would take apart wrongly:
+        dots end a key in this format, so ``a.b`` would be read as key ``a``."""
+        if not key or "." in key:
+            raise ValueError(f"sample key {key!r} is empty or has a dot; a reader ends the key at the first dot. Use letters, digits, - and _")
+        if key in self._seen:
+            raise ValueError(f"sample key {key!r} was written before; keys are unique over all shards of a set")
+        if not fields:
+            raise ValueError(f"sample {key!r} has no fields")
+        if bad := [name for name in fields if not name or name.startswith(".")]:
+            raise ValueError(f"sample {key!r}: field {bad[0]!r} is not an extension such as jpg or txt")
+        self._seen.add(key)
+        contents = {name: _bytes(key, name, value) for name, value in fields.items()}
+        if self._samples and (len(self._samples) >= self.max_samples or self._bytes + sum(map(len, contents.values())) > self.max_bytes):
+            self._finish_shard()
+        for name, content in contents.items():
+            info = tarfile.TarInfo(f"{key}.{name}")
+            info.size = len(content)
+            self._tar.addfile(info, io.BytesIO(content))
+            self._bytes += len(content)
+        self._samples.append({f"{key}.{name}": len(content) for name, content in contents.items()})
+
+    def _begin(self) -> None:
+        self._buffer, self._samples, self._bytes = io.BytesIO(), [], 0
+        self._tar = tarfile.open(fileobj=self._buffer, mode="w", format=tarfile.USTAR_FORMAT)
+
+    def _finish_shard(self) -> None:
+        if not self._samples:
+            return
+        self._tar.close()
+        name = NAME.format(self.number)
+        target, temporary = f"{self.base}/{name}", f"{self.base}/.{name}.tmp"
+        place = temporary if not is_remote(self.folder) else target  # object stores show a file only when it is complete
+        try:
+            with self.system.open(place, "wb") as file:
+                file.write(self._buffer.getvalue())
+            self._verify(self.system.unstrip_protocol(place))
+        except BaseException:
+            if self.system.exists(place):
+                self.system.rm_file(place)
+            raise
+        if place != target:
+            self.system.mv(place, target)
+        self.sizes[name] = len(self._samples)
+        self.number += 1
+        self._begin()
+
+    def _verify(self, url: str) -> None:
+        found = {member.name: member.size for member in members(url)}
+        wanted = {name: size for sample in self._samples for name, size in sample.items()}
+        if found != wanted:
+            differing = sorted(set(found.items()) ^ set(wanted.items()))
+            raise OSError(f"{url}: {len(differing)} members differ from what was written, first {differing[0][0]}; is the disk full?")
+
+
+def _bytes(key: str, name: str, value: Any) -> bytes:
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    if isinstance(value, str):
+        return value.encode("utf8")
+    if name == "json" or name.endswith(".json"):
+        return json.dumps(value, ensure_ascii=False).encode("utf8")
+    raise ValueError(f"sample {key!r}: field {name!r} is {type(value).__name__}; give bytes, text, or a value for json")

@@ -1,0 +1,335 @@
+"""Tar shards: written whole, read exactly, nothing lost in silence."""
+
+import io
+import logging
+import subprocess
+import sys
+import tarfile
+
+import fsspec
+import numpy as np
+import pytest
+import webdataset
+
+from mmkit.config import ConfigError, DataConfig, FilterRule, SourceConfig
+from mmkit.data import tar_files
+from mmkit.data.example import BadRecord
+from mmkit.data.mixture import Mixture
+from mmkit.data.shards import ShardSource, check_enough, open_shards, report, shard_order, split, unique_expected
+from mmkit.data.tar_files import ShardError, expand, members, read_range, retried
+from mmkit.data.tar_index import index_of, keeps
+from mmkit.data.tar_writer import ShardWriter
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tar_files, "FIRST_WAIT", 0.001)
+
+
+def write(folder, n=30, per_shard=10, meta=None, start=0):
+    with ShardWriter(str(folder), max_samples=per_shard) as writer:
+        for i in range(start, start + n):
+            fields = {"jpg": f"picture {i}".encode() * 20, "txt": f"caption {i}"}
+            writer.write(f"{i:06d}", fields | ({"json": meta(i)} if meta else {}))
+    return writer.sizes
+
+
+def raw_tar(path, files):
+    with tarfile.open(path, "w") as tar:
+        for name, content in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return str(path)
+
+
+def source_config(path, **more):
+    return SourceConfig(name="pairs", format="webdataset", path=str(path), **more)
+
+
+def lenient(**more):
+    return DataConfig(max_bad_share=1.0, **more)
+
+
+# ---------------------------------------------------------------- writer
+
+
+def test_a_thousand_written_samples_are_read_back_whole_by_us_and_by_webdataset(tmp_path):
+    sizes = write(tmp_path, n=1000, per_shard=300)
+    assert sizes == {"00000.tar": 300, "00001.tar": 300, "00002.tar": 300, "00003.tar": 100}
+    source = open_shards(source_config(tmp_path))
+    assert [source[i].caption for i in (0, 299, 300, 999)] == ["caption 0", "caption 299", "caption 300", "caption 999"]
+    assert source[7].images[0].data == b"picture 7" * 20 and source[7].key == "000007"
+    theirs = list(webdataset.WebDataset(f"{tmp_path}/{{00000..00003}}.tar", shardshuffle=False))
+    assert len(theirs) == len(source) == 1000
+    assert [(s["__key__"], s["txt"].decode()) for s in theirs] == [(source[i].key, source[i].caption) for i in range(1000)]
+
+
+def test_a_writer_killed_midway_leaves_no_tar_under_a_final_name(tmp_path):
+    code = (
+        "import os; from mmkit.data.tar_writer import ShardWriter\n"
+        f"with ShardWriter({str(tmp_path)!r}, max_samples=5) as w:\n"
+        "    for i in range(8): w.write(str(i), {'jpg': b'x', 'txt': 'y'})\n"
+        "    os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    assert [path.name for path in tmp_path.glob("*.tar")] == ["00000.tar"]
+    assert len(open_shards(source_config(tmp_path))) == 5
+
+
+def test_an_error_inside_the_writer_drops_the_unfinished_shard(tmp_path):
+    with pytest.raises(KeyError), ShardWriter(str(tmp_path)) as writer:
+        writer.write("0", {"jpg": b"x", "txt": "y"})
+        raise KeyError
+    assert not list(tmp_path.glob("*.tar"))
+
+
+@pytest.mark.parametrize("key", ["a.b", "", "folder.x/a"])
+def test_keys_that_a_reader_would_cut_are_refused(tmp_path, key):
+    with ShardWriter(str(tmp_path)) as writer, pytest.raises(ValueError, match="first dot"):
+        writer.write(key, {"jpg": b"x", "txt": "y"})
+
+
+def test_repeated_keys_and_odd_fields_are_refused(tmp_path):
+    with ShardWriter(str(tmp_path)) as writer:
+        writer.write("a", {"jpg": b"x", "txt": "y", "json": {"n": 1}})
+        for key, fields, message in (("a", {"txt": "y"}, "before"), ("b", {}, "no fields"), ("c", {"txt": 3}, "is int"), ("d", {".x": b""}, "extension")):
+            with pytest.raises(ValueError, match=message):
+                writer.write(key, fields)
+
+
+def test_a_shard_that_reads_back_differently_is_an_error_and_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("mmkit.data.tar_writer.members", lambda url: iter(()))
+    with pytest.raises(OSError, match="differ from what was written"):
+        write(tmp_path, n=2)
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_brace_patterns_and_joined_sources(tmp_path):
+    assert expand("d/{008..011}.tar") == ["d/008.tar", "d/009.tar", "d/010.tar", "d/011.tar"]
+    assert expand("s3://b/{a,b}/{0..1}.tar") == ["s3://b/a/0.tar", "s3://b/a/1.tar", "s3://b/b/0.tar", "s3://b/b/1.tar"]
+    assert expand("x.tar::y.tar") == ["x.tar", "y.tar"]
+    theirs = webdataset.shardlists.expand_urls("d/{008..011}.tar::y/{a,b}.tar")
+    assert expand("d/{008..011}.tar::y/{a,b}.tar") == theirs
+    for bad in ("{3..1}.tar", "{x}.tar", "a.tar::", "a.tar::a.tar", str(tmp_path)):
+        with pytest.raises(ConfigError):
+            expand(bad)
+
+
+# ---------------------------------------------------------------- what cannot be used
+
+
+def test_samples_without_a_caption_or_picture_are_counted(tmp_path):
+    files = [(f"{i}.{ext}", b"x") for i in range(3) for ext in ("jpg", "txt")] + [("3.txt", b"x"), ("4.png", b"x")]
+    raw_tar(tmp_path / "0.tar", files)
+    source = open_shards(source_config(tmp_path / "0.tar"), lenient())
+    assert len(source) == 3 and source.counts == {"samples": 5, "missing image": 1, "missing text": 1}
+
+
+def test_a_truncated_and_an_absent_shard_are_named_and_the_rest_is_read(tmp_path):
+    write(tmp_path, n=30)
+    middle = tmp_path / "00001.tar"
+    middle.write_bytes(middle.read_bytes()[: middle.stat().st_size // 2])
+    source = open_shards(source_config(f"{tmp_path}/{{00000..00003}}.tar"), lenient())
+    kept = len(source) - 20
+    assert 3 <= kept <= 7
+    assert {source[20 - 10 + i].key for i in range(kept)} == {f"{10 + i:06d}" for i in range(kept)}
+    assert source.counts["truncated tar"] == 1 and source.counts["absent shard"] == 1
+    text = source.summary()
+    assert "00001.tar" in text and "00003.tar" in text and "00002.tar" not in text
+    assert report(f"{tmp_path}/{{00000..00003}}.tar").splitlines()[1:] == text.splitlines()[1:]
+    with pytest.raises(ValueError, match="00003.tar"):
+        open_shards(source_config(f"{tmp_path}/{{00000..00003}}.tar"))
+
+
+def test_extensions_that_no_sample_has_are_an_error_naming_both_sides(tmp_path):
+    raw_tar(tmp_path / "0.tar", [("a.input.jpg", b"x"), ("a.outputs.txt", b"x")])
+    with pytest.raises(ValueError, match="input.jpg, outputs.txt; wanted: one of jpg, png, jpeg, webp and txt"):
+        open_shards(source_config(tmp_path / "0.tar"), lenient())
+    raw_tar(tmp_path / "1.tar", [("a.jpg", b"x"), ("a.cls", b"3")])
+    with pytest.raises(ValueError, match="cls, jpg; wanted"):
+        open_shards(source_config(tmp_path / "1.tar"), lenient())
+    assert open_shards(source_config(tmp_path / "1.tar"), lenient(caption_key="cls"))[0].caption == "3"
+
+
+def test_duplicate_and_dotted_keys_are_counted(tmp_path):
+    pair = lambda key: [(f"{key}.jpg", b"x"), (f"{key}.txt", key.encode())]
+    raw_tar(tmp_path / "0.tar", [*pair("a"), *pair("b"), *pair("a"), ("c.v1.jpg", b"x"), ("c.v1.txt", b"x")])
+    source = open_shards(source_config(tmp_path / "0.tar"), lenient())
+    assert [source[i].key for i in range(len(source))] == ["a", "b", "a"]
+    assert source.counts["duplicate key"] == 1 and source.counts["dotted key"] == 1
+
+
+def test_filters_remove_and_count_before_decoding(tmp_path):
+    write(tmp_path, n=20, meta=lambda i: {"punsafe": i / 20, "NSFW": "UNLIKELY" if i % 2 else "NSFW"} if i != 3 else {})
+    rules = (FilterRule(key="punsafe", op="<=", value=0.5), FilterRule(key="NSFW", op="in", value=["UNLIKELY"], if_missing="keep"))
+    source = open_shards(source_config(tmp_path, filters=rules))
+    assert [source[i].key for i in range(len(source))] == [f"{i:06d}" for i in (1, 5, 7, 9)]
+    assert source.counts == {"samples": 20, "filter punsafe <= 0.5": 10, "filter NSFW in ['UNLIKELY']": 6}
+    assert source[0].meta == {"punsafe": 0.05, "NSFW": "UNLIKELY"}
+    assert "left out: 10 filter punsafe <= 0.5" in source.summary()
+
+
+def test_broken_metadata_is_counted_and_a_rule_for_another_type_counts_as_missing(tmp_path):
+    raw_tar(tmp_path / "0.tar", [("a.jpg", b"x"), ("a.txt", b"x"), ("a.json", b"{"), ("b.jpg", b"x"), ("b.txt", b"x"), ("b.json", b'{"s": 1}')])
+    rule = FilterRule(key="s", op=">", value=0)
+    assert open_shards(source_config(tmp_path / "0.tar", filters=(rule,)), lenient()).counts == {"samples": 2, "bad json": 1}
+    assert not keeps(rule, {"s": "high"}) and keeps(FilterRule(key="s", op=">", value=0, if_missing="keep"), {"s": None})
+
+
+# ---------------------------------------------------------------- order
+
+
+def test_an_epoch_shows_every_sample_once_and_differs_by_epoch(tmp_path):
+    write(tmp_path, n=30)
+    source = open_shards(source_config(tmp_path))
+    orders = [source.draw_order(np.random.default_rng([0, epoch]), 30).tolist() for epoch in range(2)]
+    assert all(sorted(order) == list(range(30)) for order in orders) and orders[0] != orders[1]
+    assert orders[0] == source.draw_order(np.random.default_rng([0, 0]), 30).tolist()
+    mixture = Mixture([source_config(tmp_path)], [source])
+    assert sorted(mixture.order(0, 0).members.tolist()) == list(range(30))
+
+
+def test_neighbours_of_an_epoch_lie_in_few_shards(tmp_path, monkeypatch):
+    write(tmp_path, n=60, per_shard=10)
+    monkeypatch.setattr("mmkit.data.shards.SHUFFLE", 20)
+    order = open_shards(source_config(tmp_path)).draw_order(np.random.default_rng(0), 60)
+    assert all(len({i // 10 for i in order[start : start + 20]}) == 2 for start in range(0, 60, 20))
+
+
+def test_resampling_repeats_shards_and_says_how_many_samples_to_expect(tmp_path):
+    write(tmp_path, n=30)
+    source = open_shards(source_config(tmp_path), DataConfig(resampled=True))
+    assert unique_expected(source) == 21 and "shows 21 different ones" in source.summary()
+    drawn = [len(set(source.draw_order(np.random.default_rng(seed), 30).tolist())) for seed in range(300)]
+    assert np.mean(drawn) == pytest.approx(21.1, abs=0.8)
+    assert all(len(source.draw_order(np.random.default_rng(seed), 45)) == 45 for seed in range(20))
+
+
+def test_shard_weights_change_how_often_a_source_is_drawn(tmp_path):
+    write(tmp_path / "a", n=20)
+    write(tmp_path / "b", n=20, start=100)
+    config = source_config(f"{tmp_path}/a::{tmp_path}/b")
+    source = open_shards(config, DataConfig(resampled=True), shard_weights=(1, 3))
+    drawn = source.draw_order(np.random.default_rng(0), 40_000)
+    assert np.mean(drawn >= 20) == pytest.approx(0.75, abs=0.02)
+    with pytest.raises(ConfigError, match="resampled"):
+        open_shards(config, shard_weights=(1, 3))
+    with pytest.raises(ConfigError, match="one for each"):
+        open_shards(config, DataConfig(resampled=True), shard_weights=(1,))
+
+
+def test_split_after_the_shuffle_covers_every_shard_once():
+    for epoch in (0, 1):
+        order = shard_order(17, seed=3, epoch=epoch)
+        parts = [split(order, rank, 8).tolist() for rank in range(8)]
+        assert sorted(sum(parts, [])) == list(range(17))
+        finer = [split(order, rank, 4, worker, 2).tolist() for rank in range(4) for worker in range(2)]
+        assert sorted(sum(finer, [])) == list(range(17))
+    assert shard_order(17, 3, 0).tolist() != shard_order(17, 3, 1).tolist()
+
+
+def test_fewer_shards_than_readers_is_said_before_anything_starts():
+    with pytest.raises(ConfigError, match="3 shards for 2 processes x 2 workers = 4"):
+        check_enough(3, world=2, workers=2)
+    check_enough(4, world=2, workers=2)
+
+
+# ---------------------------------------------------------------- remote
+
+
+@pytest.fixture
+def bucket():
+    system = fsspec.filesystem("memory")
+    yield "memory://shards"
+    system.rm("/shards", recursive=True)
+
+
+def test_shards_are_written_to_and_read_from_any_fsspec_url(bucket):
+    assert write(bucket, n=25) == {"00000.tar": 10, "00001.tar": 10, "00002.tar": 5}
+    source = open_shards(source_config(bucket + "/{00000..00002}.tar"))
+    assert [source[i].caption for i in range(25)] == [f"caption {i}" for i in range(25)]
+    assert source[3].images[0].data == b"picture 3" * 20
+
+
+class Flaky:
+    """Fails the first ``n`` calls."""
+
+    def __init__(self, n, action):
+        self.n, self.action, self.calls = n, action, 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls <= self.n:
+            raise ConnectionResetError("reset by peer")
+        return self.action(*args, **kwargs)
+
+
+def test_a_dropped_connection_is_tried_again_then_reported_for_the_shard(bucket, monkeypatch, caplog):
+    write(bucket, n=5)
+    source = open_shards(source_config(bucket + "/00000.tar"))
+    real = tar_files._fetch
+    monkeypatch.setattr(tar_files, "_fetch", Flaky(3, real))
+    with caplog.at_level(logging.WARNING):
+        assert source[0].caption == "caption 0"
+    assert caplog.text.count("reset by peer; attempt") == 3
+    monkeypatch.setattr(tar_files, "_fetch", Flaky(99, real))
+    with pytest.raises(BadRecord, match="00000.tar: still failing after 5 attempts") as caught:
+        source[1]
+    assert caught.value.reason == "unreadable shard"
+
+
+def test_waits_grow_between_attempts(monkeypatch):
+    waits = []
+    monkeypatch.setattr(tar_files.time, "sleep", waits.append)
+    with pytest.raises(ShardError, match="after 5 attempts"):
+        retried(Flaky(99, None), "u", first_wait=1.0)
+    assert len(waits) == 4 and all(2**i <= wait <= 1.5 * 2**i for i, wait in enumerate(waits))
+
+
+def test_a_read_past_the_end_is_a_truncated_shard(bucket, tmp_path):
+    write(bucket, n=1)
+    write(tmp_path, n=1)
+    for url in (f"{bucket}/00000.tar", str(tmp_path / "00000.tar")):
+        with pytest.raises(ShardError, match="cut short"):
+            read_range(url, 10**7, 10)
+
+
+def test_a_pipe_is_fetched_once_and_its_failure_is_reported(tmp_path):
+    write(tmp_path / "a", n=3)
+    counter = tmp_path / "count"
+    source = open_shards(source_config(f"pipe:echo x >> {counter}; cat {tmp_path}/a/00000.tar"))
+    assert [source[i].caption for i in range(3)] == ["caption 0", "caption 1", "caption 2"]
+    assert counter.read_text() == "x\n"
+    bad = index_of("pipe:echo no such bucket >&2; exit 3")
+    assert bad.counts == {"absent shard": 1} and "no such bucket" in bad.message
+
+
+def test_the_index_is_kept_and_made_anew_when_the_shard_changes(tmp_path, monkeypatch):
+    write(tmp_path, n=3)
+    path = str(tmp_path / "00000.tar")
+    assert len(index_of(path)) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr("mmkit.data.tar_index.members", None)
+        assert len(index_of(path)) == 3
+    write(tmp_path, n=4)
+    assert len(index_of(path)) == 4
+
+
+def test_members_of_an_empty_file_are_an_error(tmp_path):
+    (tmp_path / "0.tar").write_bytes(b"")
+    with pytest.raises(ShardError, match="0.tar"):
+        list(members(str(tmp_path / "0.tar")))
+
+
+def test_sources_say_when_they_changed(tmp_path):
+    write(tmp_path, n=30)
+    source = open_shards(source_config(tmp_path))
+    fewer = ShardSource("pairs", source.indexes[:2])
+    assert source.fingerprint != fewer.fingerprint == ShardSource("pairs", source.indexes[:2]).fingerprint
+    with pytest.raises(IndexError):
+        source[30]
