@@ -50,6 +50,12 @@ class Launched:
     seconds: float
     stopped: bool = False  # it was interrupted, and can be resumed
 
+    def numbers(self) -> dict[str, Any]:
+        """What a notebook records of it, named by model and stage."""
+        start = f"{self.run.preset}_{self.run.stage}"
+        found = {"steps": self.steps, "loss": self.last.get("loss"), "seconds": round(self.seconds, 1), "export": self.export and str(self.export)}
+        return {f"{start}_{name}": value for name, value in found.items() if value is not None}
+
     def __str__(self) -> str:
         what = "dry run: no steps were made" if self.run.dry_run else f"{self.steps} steps in {self.seconds:.0f} s"
         ending = ", stopped early: the same command resumes it" if self.stopped else ""

@@ -6,7 +6,6 @@ The model is built on the meta device, full-sized and without a byte of weights,
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 import shutil
 import subprocess
@@ -16,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from mmkit.config import ConfigError, RunConfig
-from mmkit.sharding.plan import Machine, Part, Plan, accelerator, count_parts, make_plan
+from mmkit.config import ConfigError, RunConfig, load
+from mmkit.sharding.plan import Machine, Part, Plan, accelerator, count_parts, make_plan, size
 
 CPU_FLOPS = 5e10  # a core's rate in fp32 matrix products; half precision is slower or faster with the processor
 
@@ -29,6 +28,7 @@ class Preflight:
     run: RunConfig
     plan: Plan
     sources: tuple[dict[str, Any], ...] = ()  # one row a data source
+    shapes: tuple[dict[str, Any], ...] = ()  # of a dry run: what one micro-batch looks like on its way through the model
 
     @property
     def steps(self) -> int:
@@ -39,16 +39,19 @@ class Preflight:
         """The parameter and memory table, one row a component."""
         return self.plan.rows()
 
+    def _tables(self) -> list[tuple[str, list[dict[str, Any]]]]:
+        found = [("parameters and memory of one device", self.rows()), ("data", list(self.sources)), ("shapes", list(self.shapes))]
+        return [(caption, rows) for caption, rows in found if rows]
+
     def _repr_html_(self) -> str:
         from mmkit.notebook.tables import html
 
-        parts = [f"<pre>{self.plan}</pre>", html(self.rows(), "parameters and memory of one device")]
-        return "".join(parts) + (html(list(self.sources), "data") if self.sources else "")
+        return f"<pre>{self.plan}</pre>" + "".join(html(rows, caption) for caption, rows in self._tables())
 
     def __str__(self) -> str:
         from mmkit.notebook.tables import text
 
-        return "\n".join([str(self.plan), "", text(self.rows()), *(["", text(list(self.sources))] if self.sources else [])])
+        return "\n".join([str(self.plan), *(f"\n{caption}\n{text(rows)}" for caption, rows in self._tables())])
 
 
 def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
@@ -56,11 +59,13 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
 
     A dry run is never too large: it is meant for looking at a model on a machine that cannot hold it. Nothing is downloaded.
     """
-    plan = plan_of(run, machine=machine)
+    module = build_meta(run)
+    plan = make_plan(run, count(run, module), machine or this_machine(run.devices))
     if not run.dry_run:
         plan.check()
     sources, samples = data_rows(run)
-    return Preflight(run, dataclasses.replace(plan, samples=samples or plan.samples), tuple(sources))
+    shapes = check_shapes(run, module) if run.dry_run and run.model.kind == "vlm" else ()
+    return Preflight(run, dataclasses.replace(plan, samples=samples), tuple(sources), tuple(shapes))
 
 
 def plan_of(
@@ -78,14 +83,74 @@ def plan_of(
     return make_plan(run, count(run), machine, samples)
 
 
-def count(run: RunConfig) -> tuple[Part, ...]:
-    """Parameters by component of the full-size model of ``run``, built without memory for its weights."""
+def build_meta(run: RunConfig) -> Any:
+    """The full-size model of ``run`` without memory for its weights; nothing is downloaded."""
     from mmkit.models.build import build
 
-    module = build(run.model, device="meta", weights=False)
-    described = importlib.import_module(type(module).__module__)
-    components = getattr(described, "COMPONENTS", None) or importlib.import_module("mmkit.models.clip").COMPONENTS
-    return count_parts(module, components, run.train)
+    return build(run.model, device="meta", weights=False)
+
+
+def count(run: RunConfig, module: Any = None) -> tuple[Part, ...]:
+    """Parameters by component of the full-size model of ``run``."""
+    from mmkit.models import clip, vlm
+
+    components = {"vlm": vlm, "clip": clip}[run.model.kind].COMPONENTS
+    return count_parts(module or build_meta(run), components, run.train)
+
+
+def overview(models: Sequence[str], stage: str) -> list[dict[str, Any]]:
+    """One row a preset: its size, what one device needs at ``stage``, and whether this machine has it."""
+    rows = []
+    for name in dict.fromkeys(models):
+        plan = plan_of(load(name, stage))
+        need = plan.need
+        rows.append(
+            {
+                "model": name,
+                "parameters": sum(part.parameters for part in plan.parts),
+                "trainable": sum(part.trained + part.adapters for part in plan.parts),
+                "needs": size(need.total),
+                "this machine": size(plan.has),
+                "fits": plan.fits,
+                "meant for": plan.run.intended_for,
+            }
+        )
+    return rows
+
+
+def check_shapes(run: RunConfig, module: Any) -> list[dict[str, Any]]:
+    """Sends one micro-batch without values through the model on the meta device; rows of what went in and came out.
+
+    Every layer checks its shapes on the way, so a config whose parts do not fit together fails here, at full size, in seconds.
+    """
+    batch = meta_batch(run)
+    hidden = module(batch)
+    rows = [{"tensor": name, "shape": tuple(value.shape), "type": str(value.dtype).removeprefix("torch.")} for name, value in batch.items()]
+    return [*rows, {"tensor": "hidden states", "shape": tuple(hidden.shape), "type": str(hidden.dtype).removeprefix("torch.")}]
+
+
+def meta_batch(run: RunConfig) -> dict[str, Any]:
+    """A vlm micro-batch of this run's static shapes on the meta device."""
+    import torch
+
+    from mmkit.models.build import resolution_of
+
+    rows, length, images = run.train.device_batch, run.data.max_length, run.data.max_images
+    whole = {"dtype": torch.long, "device": "meta"}
+    batch = {name: torch.empty(rows, length, **whole) for name in ("input_ids", "labels", "positions", "segments", "branches")}
+    batch["image_sizes"] = torch.empty(rows, images, 2, **whole)
+    batch["image_real"] = torch.empty(rows, images, dtype=torch.bool, device="meta")
+    for place, encoder in enumerate(run.model.encoders):
+        side = resolution_of(encoder)
+        batch[f"images.{place}"] = torch.empty(rows, images, 3, side, side, device="meta")
+    if run.model.regions:
+        regions, stages, points = max(run.data.max_regions, 1), len(run.model.regions.n_sub_points), run.model.regions.n_points
+        batch["region_points"] = torch.empty(rows, regions, points, 2, device="meta")
+        batch["region_starts"] = torch.empty(rows, regions, stages, **whole)
+        batch["region_image"] = torch.empty(rows, regions, **whole)
+        batch["region_real"] = torch.empty(rows, regions, dtype=torch.bool, device="meta")
+        batch["region_point_real"] = torch.empty(rows, regions, points, dtype=torch.bool, device="meta")
+    return batch
 
 
 # ---------------------------------------------------------------- this machine
@@ -147,6 +212,31 @@ def data_rows(run: RunConfig) -> tuple[list[dict[str, Any]], int | None]:
     return rows, total or None
 
 
-def missing_sources(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Names of the sources that are not on this machine."""
-    return [row["source"] for row in rows if row["state"] != "ok"]
+def check_examples(run: RunConfig, decode: int = 64) -> list[dict[str, Any]]:
+    """One row a source: examples, how many of ``decode`` spread over it open and decode whole, and the first thing wrong.
+
+    A source that is not here is a row of its own, so that a data notebook can show it; nothing is raised.
+    """
+    from mmkit.data.images import image_size, open_image
+    from mmkit.data.readers import open_source
+
+    rows = []
+    for config in run.data.sources:
+        row = {"source": config.name, "format": config.format, "path": config.path, "examples": 0, "opened": 0, "bad": 0, "first fault": ""}
+        try:
+            source = open_source(config)
+            row["examples"] = len(source)
+        except (ValueError, OSError) as error:
+            rows.append(row | {"bad": 1, "first fault": str(error).splitlines()[0]})
+            continue
+        for place in range(0, len(source), max(len(source) // decode, 1))[:decode] if decode else ():
+            try:
+                for picture in source[place].images:
+                    open_image(picture)
+                    image_size(picture)
+                row["opened"] += 1
+            except (ValueError, OSError) as error:
+                row["bad"] += 1
+                row["first fault"] = row["first fault"] or str(error).splitlines()[0]
+        rows.append(row)
+    return rows

@@ -48,7 +48,7 @@ def squared_distances(a: Tensor, b: Tensor) -> Tensor:
     Points of a region lie on the pixel lattice, so many distances tie; which neighbours win depends on rounding, and the published
     weights saw this order of operations.
     """
-    with torch.autocast(a.device.type, enabled=False):
+    with torch.autocast("cpu" if a.is_meta else a.device.type, enabled=False):  # meta: a dry run checks shapes
         a, b = a.float(), b.float()
         out = -2 * torch.matmul(a, b.transpose(1, 2))
         out = out + (a**2).sum(-1)[:, :, None]

@@ -8,11 +8,13 @@ by its declared type, refuses unknown names with the nearest right one, and retu
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import re
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from mmkit.config import ConfigError, RunConfig, changed, load, nearest, setting_path
@@ -166,13 +168,17 @@ def _is_setting(name: str, source: str, known: dict[str, Parameter]) -> bool:
 
 
 def _literal(text: str) -> Any:
-    """Text that spells a Python or YAML literal as its value; ``1e-5`` and ``false`` stay text, which pydantic converts."""
+    """Text that spells a list, tuple, set or mapping, in Python's or YAML's way, as its value.
+
+    ``1e-5`` and ``false`` stay text, which pydantic converts.
+    """
     if not re.match(r"\s*[\[({]", text):
         return text.strip()
-    try:
+    with contextlib.suppress(ValueError, SyntaxError):
         return ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError):
-        return text
+    with contextlib.suppress(yaml.YAMLError):
+        return yaml.safe_load(text)
+    return text
 
 
 def _cells_run(namespace: dict[str, Any]) -> list[str]:

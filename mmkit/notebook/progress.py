@@ -36,7 +36,7 @@ def watched() -> bool:
 class Progress:
     """Shows how far a run is; call it with each record of metrics.jsonl, and `close` it (or use ``with``).
 
-    ``total`` is the number of steps; ``live`` chooses between the curve and plain lines, by default whatever suits the place.
+    ``total`` is the number of steps, and is corrected by a record's ``total_steps``; ``live`` chooses between the curve and plain lines, by default whatever suits the place.
     """
 
     def __init__(self, total: int, label: str = "step", *, live: bool | None = None, clock: Callable[[], float] = time.monotonic):
@@ -56,6 +56,7 @@ class Progress:
         """One more step is done: ``record`` holds ``step`` and what else there is to show (loss, lr, ...)."""
         self.latest = {**(record or {}), **values}
         self.step = int(self.latest.get("step", self.step + 1))
+        self.total = int(self.latest.get("total_steps", self.total))
         loss = self.latest.get("loss")
         if isinstance(loss, (int, float)) and math.isfinite(loss):
             self.points.append((self.step, float(loss)))

@@ -66,6 +66,21 @@ def run_notebook(
     return Outcome(code, output, time.monotonic() - started, message)
 
 
+class _Shown:
+    """A stream without the line that the end mark prints."""
+
+    def __init__(self, stream: Any, token: str):
+        self.stream, self.token = stream, token
+
+    def write(self, text: str) -> None:
+        """Passes on everything but the mark."""
+        self.stream.write(text.replace(self.token + "\n", ""))
+
+    def flush(self) -> None:
+        """Flushes the stream below."""
+        self.stream.flush()
+
+
 def find_notebook(name: str | Path) -> Path:
     """A notebook by path, or by the name of one in the checkout's ``notebooks/`` with or without its ending."""
     path = Path(name)
@@ -89,6 +104,7 @@ def _execute(book: Any, path: Path, output: Path, values: dict[str, Any], autosa
     import nbformat
     import papermill
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
+    from traitlets.config import Config
 
     token = uuid.uuid4().hex
     ending = nbformat.v4.new_code_cell(f"print({token!r})")
@@ -103,7 +119,8 @@ def _execute(book: Any, path: Path, output: Path, values: dict[str, Any], autosa
     try:
         papermill.execute_notebook(
             str(marked), str(output), values, progress_bar=False, cwd=str(path.resolve().parent), autosave_cell_every=autosave,
-            execution_timeout=timeout, stdout_file=stream, stderr_file=stream,
+            execution_timeout=timeout, stdout_file=_Shown(stream, token), stderr_file=_Shown(stream, token),
+            config=Config(KernelManager={"transport": "ipc"}),  # a socket file only this user can open, not a port
         )  # fmt: skip
         code, message = OK, ""
     except papermill.PapermillExecutionError as error:

@@ -46,6 +46,7 @@ def test_a_default_must_be_a_literal():
     [
         ("tuple[int, ...]", "(1, 2)", (1, 2)),
         ("list[int]", "[1, 2]", [1, 2]),
+        ("list", "[13b, tiny]", ["13b", "tiny"]),
         ("float", "0.1000000015", 0.1000000015),
         ("float", np.float32(0.5), 0.5),
         ("str", Path("data/x"), "data/x"),

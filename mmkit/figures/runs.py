@@ -1,0 +1,116 @@
+"""Figures of a run on this machine: its curves, its scores beside their controls, its data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from mmkit.config import ConfigError, RunConfig
+from mmkit.figures.drawn import Drawn, blank
+from mmkit.launch.launch import Launched, read_metrics
+
+CONTROLS = {"shuffled": "same model, pictures shuffled", "prior": "best answer to the question alone", "majority": "majority answer", "chance": "chance"}
+
+
+def curves(runs: str | Path | Mapping[str, str | Path], smooth: int = 0, name: str = "training") -> Drawn:
+    """Loss, gradient norm and learning rate over steps of one run folder, or of several by label.
+
+    ``smooth`` steps are averaged for the thick line (0 = a twentieth of the run). ConfigError where a folder has no metrics yet.
+    """
+    folders = runs if isinstance(runs, Mapping) else {Path(runs).parent.parent.name: runs}
+    table = pd.concat([_metrics(label, folder) for label, folder in folders.items()], ignore_index=True)
+    figure, axes = blank(10.5, 3.4, columns=3)
+    for axis, column, title in zip(axes, ("loss", "grad_norm", "lr"), ("loss", "gradient norm", "learning rate"), strict=True):
+        for number, (label, part) in enumerate(table.groupby("run", sort=False)):
+            window = smooth or max(len(part) // 20, 1)
+            mean = part[column].rolling(window, min_periods=1, center=True).mean()
+            axis.plot(part["step"], part[column], color=f"C{number}", linewidth=0.6, alpha=0.35)
+            axis.plot(part["step"], mean, color=f"C{number}", linewidth=1.6, label=label)
+        axis.set(title=title, xlabel="step")
+        axis.grid(alpha=0.25)
+    axes[0].legend(fontsize=8)
+    return Drawn(name, figure, table, f"metrics.jsonl of {', '.join(map(str, folders.values()))}")
+
+
+def training(result: Launched) -> Drawn | None:
+    """The curves of what `launch` returned; None after a dry run, which has none."""
+    return None if result.run.dry_run else curves(result.folder)
+
+
+def stages(run: RunConfig) -> Drawn | None:
+    """The curves of all stages of this run's model and name that were trained here; None, with a hint in print, where there are none."""
+    folders = {stage: f"{run.root}/{run.preset}/{stage}/{run.name}" for stage in ("pretrain", "finetune")}
+    there = {stage: folder for stage, folder in folders.items() if read_metrics(folder)}
+    if not there:
+        print(f"no run of {run.preset!r} named {run.name!r} yet; make one with: mmkit train --model {run.preset} --stage pretrain")
+        return None
+    return curves(there, name="stages")
+
+
+def _metrics(label: str, folder: str | Path) -> pd.DataFrame:
+    records = read_metrics(folder)
+    if not records:
+        raise ConfigError(f"{folder} has no metrics.jsonl yet; train it first (notebooks 02_pretrain and 03_finetune, or mmkit train)")
+    keep = ("step", "loss", "grad_norm", "lr", "targets", "samples", "seconds")
+    rows = [{key: _number(record.get(key)) for key in keep} for record in records]
+    return pd.DataFrame(rows).assign(run=label)
+
+
+def _number(value: Any) -> float:
+    """A number, also where JSON had to spell it as text (nan, inf)."""
+    return math.nan if value is None else float(value)
+
+
+def scores(rows: Sequence[Mapping[str, Any]], name: str = "scores") -> Drawn:
+    """Bars of each task's and group's score beside its controls; ``rows`` is the table of results (`evaluation.runner.table`)."""
+    table = pd.DataFrame(list(rows))
+    metric = next((column for column in table if column not in ("task", "group", "n", "+-", *CONTROLS)), None)
+    if metric is None or table.empty:
+        raise ConfigError("there is no score to draw; run the evaluation first")
+    table["score"] = table.drop(columns=["task", "group", "n", "+-", *CONTROLS], errors="ignore").bfill(axis=1).iloc[:, 0].astype(float)
+    shown = [control for control in CONTROLS if control in table and table[control].notna().any()]
+    figure, axis = blank(max(6.0, 0.9 * len(table) + 2), 4.0)
+    width = 0.8 / (len(shown) + 1)
+    places = range(len(table))
+    half = table["+-"].astype(float) if "+-" in table else None
+    axis.bar(places, table["score"], width, yerr=half, label="model", color="C0", capsize=2)
+    for number, control in enumerate(shown, 1):
+        offset = [place + number * width for place in places]
+        axis.bar(offset, table[control].astype(float), width, label=CONTROLS[control], color="0.75" if control == "majority" else f"C{number}")
+    labels = [f"{row.task}\n{row.group} (n={row.n:,})" for row in table.itertuples()]
+    axis.set_xticks([place + 0.4 - width / 2 for place in places], labels, fontsize=8)
+    axis.set(ylabel=metric, ylim=(0, max(1.0, float(table["score"].max()) * 1.05)))
+    axis.legend(fontsize=8)
+    axis.grid(axis="y", alpha=0.25)
+    return Drawn(name, figure, table, "results.json of this run")
+
+
+def mixture(lines: Sequence[Mapping[str, Any]], name: str = "mixture") -> Drawn:
+    """Samples of each source and how many of them one epoch takes (`data.mixture.Mixture.lines`)."""
+    table = pd.DataFrame(list(lines))
+    figure, axis = blank(8.0, 0.6 * len(table) + 1.6)
+    places = range(len(table))
+    axis.barh(places, table["samples"], 0.36, label="samples there are", color="0.75")
+    axis.barh([place + 0.38 for place in places], table["wanted"], 0.36, label="samples of one epoch", color="C0")
+    axis.set_yticks([place + 0.19 for place in places], [f"{row.source}\n({row.share:.0%} of an epoch)" for row in table.itertuples()])
+    axis.invert_yaxis()
+    axis.set(xlabel="samples")
+    axis.legend(fontsize=8)
+    return Drawn(name, figure, table, "the data of this config")
+
+
+def lengths(counted: Mapping[str, Sequence[int]], limit: int, name: str = "lengths") -> Drawn:
+    """How long the conversations of each source are in tokens, pictures included, and where the row limit lies."""
+    table = pd.DataFrame([{"source": source, "tokens": count} for source, counts in counted.items() for count in counts])
+    figure, axis = blank(8.0, 3.6)
+    for source, part in table.groupby("source", sort=False):
+        axis.hist(part["tokens"], bins=40, histtype="step", linewidth=1.5, label=f"{source}, median {part['tokens'].median():.0f}")
+    if limit <= 4 * table["tokens"].max():
+        axis.axvline(limit, color="k", linestyle=":", label=f"data.max_length {limit}")
+    axis.set(xlabel="tokens of one conversation", ylabel="conversations")
+    axis.legend(fontsize=8)
+    return Drawn(name, figure, table, "a sample of this config's data")

@@ -1,0 +1,89 @@
+"""What the data notebook looks at: examples of each source, their lengths in tokens, one conversation as the model is given it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mmkit.config import RunConfig
+from mmkit.data.conversation import Encoded, Formatter
+from mmkit.data.example import BadRecord, Example
+
+
+def open_data(run: RunConfig) -> Any:
+    """The mixture of a run's sources; ConfigError names a source that is not there and what makes it."""
+    from mmkit.data.readers import open_mixture
+
+    return open_mixture(run.data)
+
+
+def pack_rows(run: RunConfig) -> list[dict[str, Any]]:
+    """One row a pack the run reads (made first where it is not in the cache), with licence, sources, counts and what is missing."""
+    from mmkit.data.demo import prepare
+
+    names = list(dict.fromkeys(source.path for source in run.data.sources if source.format == "pack"))
+    fields = ("name", "status", "about", "counts", "sources", "licences", "reason")
+    return [{field: getattr(record, field) for field in fields} for record in prepare(names)]
+
+
+def first_examples(mixture: Any, count: int) -> list[Example]:
+    """``count`` examples, taken in turn from every source, evenly spread over it."""
+    each = -(-count // len(mixture.sources))
+    chosen = []
+    for source in mixture.sources:
+        step = max(len(source) // each, 1)
+        chosen.append([source[place] for place in range(0, min(step * each, len(source)), step)])
+    turns = max(map(len, chosen))
+    return [part[turn] for turn in range(turns) for part in chosen if turn < len(part)][:count]
+
+
+def formatter_of(run: RunConfig) -> Formatter:
+    """The formatter of this run's template and tokenizer."""
+    from mmkit.models.build import tokenizer
+
+    return Formatter.of(tokenizer(run.model), run.model)
+
+
+def encode(run: RunConfig, example: Example) -> tuple[Encoded, Any]:
+    """(the conversation as ids and what carries loss, the tokenizer); for a contrastive model its caption's tokens."""
+    if run.model.kind == "vlm":
+        formatter = formatter_of(run)
+        return formatter.encode(example), formatter.tokenizer
+    return _caption(run, example)
+
+
+def _caption(run: RunConfig, example: Example) -> tuple[Encoded, Any]:
+    import numpy as np
+
+    from mmkit.models.build import tokenizer
+
+    words = tokenizer(run.model)
+    ids = np.asarray(words([example.caption])[0])
+    return Encoded(ids, ids != 0), getattr(words, "tokenizer", words)
+
+
+def lengths(run: RunConfig, mixture: Any, sample: int = 200) -> dict[str, list[int]]:
+    """Tokens of up to ``sample`` conversations of each source, pictures counted with all their slots; unusable ones are left out."""
+    if run.model.kind != "vlm":
+        return {config.name: [len(text.split()) for text in _captions(source, sample)] for config, source in _named(run, mixture)}
+    formatter, slots = formatter_of(run), run.model.n_image_tokens
+    counted = {}
+    for config, source in _named(run, mixture):
+        step = max(len(source) // sample, 1)
+        counted[config.name] = [length for place in range(0, len(source), step) if (length := _length(formatter, source[place], slots))][:sample]
+    return counted
+
+
+def _named(run: RunConfig, mixture: Any) -> Sequence[tuple[Any, Any]]:
+    return list(zip(run.data.sources, mixture.sources, strict=True))
+
+
+def _captions(source: Any, sample: int) -> list[str]:
+    return [source[place].caption for place in range(0, len(source), max(len(source) // sample, 1))][:sample]
+
+
+def _length(formatter: Formatter, example: Example, slots: int) -> int:
+    try:
+        return formatter.encode(example).length(slots)
+    except BadRecord:
+        return 0

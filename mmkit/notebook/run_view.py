@@ -1,0 +1,46 @@
+"""What notebooks show of a trained run and of figures: parameter groups, adapters, a gallery of saved pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from mmkit.config import RunConfig
+from mmkit.launch.launch import Launched
+from mmkit.notebook.record import save
+
+
+def trained_groups(result: Launched) -> list[dict[str, Any]]:
+    """Parameter groups and adapted layers of a run, as its environment.json keeps them; empty after a dry run."""
+    path = Path(result.folder) / "environment.json"
+    if result.run.dry_run or not path.is_file():
+        return []
+    tables = json.loads(path.read_text(encoding="utf8")).get("tables", {})
+    adapters = [{"group": f"adapter of {row['layer']}", "tensors": row["layers"], "parameters": row["trained"]} for row in tables.get("adapters", ())]
+    return [*tables.get("groups", ()), *adapters]
+
+
+class Gallery:
+    """Figures that are saved already, shown below one another with the path of each PNG."""
+
+    def __init__(self, figures: dict[Path, Any]):
+        self.figures = figures
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        import base64
+
+        parts = []
+        for path, figure in self.figures.items():
+            picture = base64.b64encode(figure._repr_png_()).decode()
+            parts.append(f"<p><b>{figure.name}</b> <small>{figure.source}; {path.name}</small><br><img src='data:image/png;base64,{picture}'></p>")
+        return {"text/html": "".join(parts), "text/plain": str(self)}
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.figures))
+
+
+def gallery(figures: Iterable[Any], run: RunConfig) -> Gallery:
+    """Saves each figure as PNG and CSV in the run's ``figures/`` and shows them all."""
+    return Gallery({save(figure, run): figure for figure in figures})
