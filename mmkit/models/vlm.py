@@ -132,7 +132,8 @@ class VisionLanguageModel(nn.Module):
         else:
             found = self.encode([batch[f"images.{e}"].flatten(0, 1) for e in range(_count(batch, "images"))])
         check_features(found, self.widths, self.sides)
-        return found
+        dtype = next(self.connector.parameters(), found[0]).dtype
+        return [grid.to(dtype) for grid in found]
 
     def encode(self, images: Sequence[Tensor]) -> list[Tensor]:
         """Per encoder (n, 3, h, w) -> (n, side*side, C); without a graph where the encoder is frozen."""

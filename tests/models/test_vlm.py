@@ -238,6 +238,22 @@ def test_frozen_encoders_run_without_a_graph_and_cached_features_equal_images():
         assert torch.equal(model(cached), model(batch))
 
 
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_features_kept_in_half_precision_and_autocast_run_close_to_full_precision(stored):
+    model = model_of()
+    batch = batch_of(model.config, *ROWS)
+    shape = batch["image_real"].shape
+    grids = model.encode([batch[f"images.{e}"].flatten(0, 1) for e in range(2)])
+    cached = {name: t for name, t in batch.items() if not name.startswith("images.")}
+    cached |= {f"features.{e}": grid.to(stored).unflatten(0, shape) for e, grid in enumerate(grids)}
+    with torch.no_grad():
+        want = text(batch, model(batch))
+        torch.testing.assert_close(text(batch, model(cached)), want, atol=0.05, rtol=0.05)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = text(batch, model(cached)).float()
+    assert (got - want).square().mean().sqrt() < 0.05
+
+
 def test_a_copy_has_its_own_samplers():
     model = model_of()
     batch = batch_of(model.config, *ROWS)
