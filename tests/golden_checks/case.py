@@ -57,7 +57,8 @@ class Case:
         if where is not None:
             got, expected = got[where], expected[where]
         if expected.dtype.is_floating_point:
-            tolerance = self.json.get("tolerance", 1e-5)
+            stated = self.json.get("tolerance")
+            tolerance = stated if isinstance(stated, float) else 1e-5
             torch.testing.assert_close(got.detach(), expected, atol=tolerance, rtol=tolerance, msg=lambda m: f"{want}: {m}")
         else:
             assert torch.equal(got.to(expected.dtype), expected), want
