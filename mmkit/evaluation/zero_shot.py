@@ -146,7 +146,7 @@ def multi_label_scores(rows: Sequence[dict]) -> dict[str, float | None]:
     truth = torch.zeros_like(scores, dtype=torch.bool)
     for i, row in enumerate(rows):
         truth[i, torch.as_tensor(row["target"], dtype=torch.long)] = True
-    hits = truth.gather(0, scores.argsort(0, descending=True, stable=True)).double()
+    hits = truth.gather(0, scores.argsort(dim=0, descending=True, stable=True)).double()
     precision = hits.cumsum(0) / torch.arange(1, len(rows) + 1)[:, None]
     count = hits.sum(0)
     average = (precision * hits).sum(0)[count > 0] / count[count > 0]
