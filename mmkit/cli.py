@@ -305,12 +305,16 @@ def _data_shards(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from mmkit.evaluation.runner import evaluate
+    from mmkit.launch.preflight import preflight
+    from mmkit.notebook.scoring import score
 
     named = {"evaluation.tasks": options.tasks, "evaluation.limit": options.limit, "start_from": options.start_from}
     run = run_of(options)
     wanted = {name.replace(".", "__"): value for name, value in named.items() if value is not None}
-    print(evaluate(changed(run, **wanted) if wanted else run))
+    run = changed(run, **wanted) if wanted else run
+    if run.dry_run:
+        print(preflight(run))
+    print(score(run))
     return 0
 
 

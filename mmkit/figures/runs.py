@@ -11,6 +11,7 @@ import pandas as pd
 
 from mmkit.config import ConfigError, RunConfig
 from mmkit.figures.drawn import Drawn, blank
+from mmkit.figures.examples import answers as draw_answers
 from mmkit.launch.launch import Launched, read_metrics
 
 CONTROLS = {"shuffled": "same model, pictures shuffled", "prior": "best answer to the question alone", "majority": "majority answer", "chance": "chance"}
@@ -87,6 +88,19 @@ def scores(rows: Sequence[Mapping[str, Any]], name: str = "scores") -> Drawn:
     axis.legend(fontsize=8)
     axis.grid(axis="y", alpha=0.25)
     return Drawn(name, figure, table, "results.json of this run")
+
+
+def scores_of(scored: Any) -> Drawn | None:
+    """The bars of an evaluation (`notebook.scoring.Scored`); None after a dry run."""
+    return scores(scored.rows) if scored.rows else None
+
+
+def answers_of(scored: Any, count: int) -> Drawn | None:
+    """Some answers of an evaluation under their pictures, taken from every task in turn; None where no text was generated."""
+    rows = [[row for row in result.rows if "answer" in row] for result in scored.results]
+    each = -(-count // max(len(rows), 1))
+    chosen = [row for part in rows for row in part[:: max(len(part) // each, 1)][:each]]
+    return draw_answers(chosen, scored.documents, count=count) if chosen else None
 
 
 def mixture(lines: Sequence[Mapping[str, Any]], name: str = "mixture") -> Drawn:

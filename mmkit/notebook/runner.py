@@ -52,11 +52,11 @@ def run_notebook(
     goes to ``stream`` (standard output) while they run. Raises ConfigError before a kernel starts for a missing notebook, an unknown
     parameter or a wrong value.
     """
-    import nbformat
-
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"no notebook {path}; notebooks lie in {_notebooks(path)}")
+    import nbformat
+
     book = nbformat.read(path, as_version=4)
     values = check(parameters or {}, of_notebook(book, path.name), "-p")
     output = Path(output) if output else default_output(path, values)

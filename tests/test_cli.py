@@ -1,0 +1,168 @@
+"""The command line: quick help on every command, one message and exit code 2 for a user's error, the same runs as notebooks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from mmkit import cli
+from mmkit.config import ConfigError, load, to_yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = [
+    [], ["doctor"], ["plan"], ["data"], ["data", "demo"], ["data", "check"], ["data", "shards"], ["train"], ["eval"], ["launch"], ["convert"],
+    ["figures"], ["notebook"], ["notebook", "run"], ["notebook", "demo"],
+]  # fmt: skip
+
+
+def options(*words: str):
+    return cli.build_parser().parse_args(list(words))
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_explains_itself(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words, "--help"])
+    assert ended.value.code == 0 and "usage: mmkit" in capsys.readouterr().out
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys; from mmkit import cli; cli.build_parser(); print([m for m in ('torch', 'transformers', 'matplotlib', 'IPython') if m in sys.modules])"
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]" and time.monotonic() - started < 10
+
+
+def test_without_a_command_the_help_is_shown_and_the_code_is_2(capsys):
+    assert cli.main([]) == 2 and "commands" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--model", "13c"], "did you mean '13b'"),
+        (["train", "--model", "8b-debug", "--stage", "finetun"], "did you mean 'finetune'"),
+        (["train", "--model", "8b-debug", "--set", "lrr=1"], "did you mean 'lr'"),
+        (["train", "--model", "8b-debug", "--set", "lr"], "key=value"),
+        (["train", "--model", "8b-debug", "--set", "lr=fast"], "lr = 'fast'"),
+        (["train", "--model", "8b-debug", "--backend", "zero4"], "did you mean 'zero"),
+        (["train", "--model", "8b-debug", "--config", "x.yaml"], "leave out --model"),
+        (["plan", "--model", "8b-debug", "--device", "a100"], "did you mean 'a100-"),
+        (["figures", "cambrian_benchmark"], "did you mean 'cambrian_benchmarks'"),
+        (["notebook", "run", "03_finetun"], "03_finetune.ipynb"),
+        (["notebook", "run", "03_finetune", "-p", "lrr", "1e-4"], "did you mean 'lr'"),
+        (["launch", "--target", "tpu", "--model", "8b", "--option", "acelerator=v4-8"], "did you mean 'accelerator'"),
+        (["launch", "--target", "tpu", "--model", "8b", "--option", "accelerator=v9-8"], "accelerator = 'v9-8'"),
+        (["eval", "--model", "8b-debug", "--run-dir", "/nonexistent"], "mmkit train --model 8b-debug --stage finetune"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_users_error_is_one_message_and_code_2(words, message, capsys):
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mmkit: error: ") and message in error and "Traceback" not in error
+
+
+def test_options_become_the_run_they_describe(tmp_path):
+    words = ["train", "--model", "8b-debug", "--stage", "finetune", "--backend", "zero1", "--processes", "2", "--steps", "3"]
+    run = cli.run_of(options(*words, "--run-dir", str(tmp_path), "--name", "x", "--resume", "never", "--set", "lr=1e-4", "seed=7", "bits=16"))
+    assert (run.backend.kind, run.backend.zero_stage, run.backend.processes) == ("deepspeed", 1, 2)
+    assert (run.train.steps, run.train.optimizer.lr, run.seed, run.resume) == (3, 1e-4, 7, "never")
+    assert run.folder == f"{tmp_path}/8b-debug/finetune/x"
+
+
+def test_a_saved_config_gives_the_same_run_and_can_be_changed(tmp_path):
+    first = load("ferret-7b-debug", "finetune", {"lr": 1e-4, "root": str(tmp_path)})
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(first))
+    assert cli.run_of(options("train", "--config", str(path))) == first
+    assert cli.run_of(options("train", "--config", str(path), "--steps", "9")).train.steps == 9
+
+
+def test_eval_is_always_the_eval_stage():
+    assert cli.run_of(options("eval", "--model", "8b-debug")).stage == "eval"
+
+
+def test_a_dry_run_of_a_model_too_large_ends_well_and_a_real_one_says_why(capsys, tmp_path):
+    assert cli.main(["train", "--model", "llava-7b", "--stage", "finetune", "--dry-run", "--run-dir", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "hidden states" in shown and "language" in shown and "not here" in shown
+    assert cli.main(["train", "--model", "llava-7b", "--stage", "finetune", "--run-dir", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "does not fit this machine" in error and "dry_run True" in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_plan_on_named_devices_says_time_and_cost(capsys):
+    assert cli.main(["plan", "--model", "8b-debug", "--device", "tpu-v4", "--samples", "1000", "--price", "3"]) == 0
+    assert "TPU v4" in capsys.readouterr().out
+
+
+def test_slurm_scripts_and_tpu_commands_can_be_shown(capsys):
+    assert cli.main(["launch", "--slurm", "--model", "8b-debug", "--backend", "ddp", "--option", "nodes=1", "tasks_per_node=2", "--show"]) == 0
+    assert "#SBATCH --nodes=1" in capsys.readouterr().out
+    assert cli.main(["launch", "--tpu", "--model", "8b", "--run-dir", "gs://bucket/runs", "--option", "accelerator=v4-32", "--show"]) == 0
+    assert "gcloud compute tpus tpu-vm create" in capsys.readouterr().out
+
+
+def test_figures_are_listed_and_drawn(capsys, tmp_path):
+    assert cli.main(["figures", "--list"]) == 0
+    names = capsys.readouterr().out.split()
+    assert "cambrian_benchmarks" in names
+    assert cli.main(["figures", "cambrian_benchmarks", "--out", str(tmp_path)]) == 0
+    assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".csv"}
+
+
+def test_parameters_of_a_notebook_may_come_from_a_file(tmp_path):
+    path = tmp_path / "values.yaml"
+    path.write_text("model: 13b\nlr: 1e-4\nsettings: {train.global_batch: 64}\n")
+    assert cli.read_values(str(path)) == {"model": "13b", "lr": "1e-4", "settings": {"train.global_batch": 64}}
+    path.write_text("- a\n")
+    with pytest.raises(ConfigError, match="one `name: value`"):
+        cli.read_values(str(path))
+    with pytest.raises(ConfigError, match="no parameter file"):
+        cli.read_values(str(tmp_path / "none.yaml"))
+
+
+def test_the_doctor_finds_this_environment_sound_and_names_what_is_missing(monkeypatch):
+    from mmkit import doctor
+
+    report = doctor.examine()
+    assert not report.faults, report
+    deepspeed = next(row for row in report.rows() if row["what"] == "deepspeed")
+    assert "torch AdamW (no compiled ops)" in deepspeed["found"]
+    json.dumps(report.rows())
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.0.1")
+    broken = doctor.Report(tuple(doctor._packages()))
+    assert broken.faults and all("pip install" in fault.remedy for fault in broken.faults if fault.what != "packages")
+    assert "to put right" in str(broken)
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_imports_whole_and_carries_its_presets(tmp_path):
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tmp_path / "source")]
+    files = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"], capture_output=True, text=True, check=True).stdout
+    for name in files.split():
+        if name.split("/")[0] in ("mmkit", "params", "pyproject.toml", "README.md") and (ROOT / name).is_file():
+            target = tmp_path / "source" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes((ROOT / name).read_bytes())
+    subprocess.run(build, check=True, capture_output=True)
+    [wheel] = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    walk = (
+        "import importlib, pkgutil, mmkit; from mmkit.config import PARAMS, load;"
+        "bad = [m.name for m in pkgutil.walk_packages(mmkit.__path__, 'mmkit.') if '.xla' not in m.name and '__main__' not in m.name"
+        " and not importlib.import_module(m.name)]; load('13b'); print(PARAMS)"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "MMKIT_PARAMS"} | {"PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run([sys.executable, "-c", walk], capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().endswith(str(tmp_path / "site" / "mmkit" / "params"))
