@@ -16,6 +16,9 @@ from mmkit.models.language import Places, text_config
 from mmkit.models.vlm import VisionLanguageModel, check_batch
 
 
+Turn = tuple[str, str]  # (role, text)
+
+
 class Sampling(NamedTuple):
     """How the next token is chosen; temperature 0 takes the likeliest."""
 
@@ -124,14 +127,15 @@ def end_tokens(model: VisionLanguageModel) -> set[int]:
 class Chat:
     """A conversation with a model: ``chat(image, text, history)`` -> (answer, longer history).
 
-    ``encode(images, turns)`` makes the batch of one row that asks for the next answer: turns are (role, text) pairs with the roles
-    user and assistant. ``decode(ids)`` turns new ids into text.
+    ``encode(images, turns, **more)`` makes the batch of one row that asks for the next answer: turns are (role, text) pairs with the
+    roles user and assistant, ``more`` is what the caller gives besides (regions, for models that have them). ``decode(ids)`` turns
+    new ids into text.
     """
 
     def __init__(
         self,
         model: VisionLanguageModel,
-        encode: Callable[[list[Any], list[tuple[str, str]]], Mapping[str, Tensor]],
+        encode: Callable[..., Mapping[str, Tensor]],
         decode: Callable[[list[int]], str],
         stop: Sequence[int] = (),
         max_new_tokens: int = 512,
@@ -140,19 +144,19 @@ class Chat:
         self.model, self.encode, self.decode = model, encode, decode
         self.stop, self.max_new_tokens, self.sampling = tuple(stop), max_new_tokens, sampling
 
-    def __call__(self, image: Any, text: str, history: Sequence[tuple[str, str]] = ()) -> tuple[str, list[tuple[str, str]]]:
+    def __call__(self, image: Any, text: str, history: Sequence[Turn] = (), **more: Any) -> tuple[str, list[Turn]]:
         """The answer to ``text`` about ``image`` (None, one, or a list) after ``history``, and the history with both turns added."""
-        answer = "".join(self.stream(image, text, history)).strip()
+        answer = "".join(self.stream(image, text, history, **more)).strip()
         return answer, [*history, ("user", text), ("assistant", answer)]
 
-    def stream(self, image: Any, text: str, history: Sequence[tuple[str, str]] = ()) -> Iterator[str]:
+    def stream(self, image: Any, text: str, history: Sequence[Turn] = (), **more: Any) -> Iterator[str]:
         """The same answer in pieces, as soon as each is certain."""
         images = [] if image is None else image if isinstance(image, list) else [image]
         device = next(self.model.parameters()).device
-        batch = {name: t.to(device) for name, t in self.encode(images, [*history, ("user", text)]).items()}
+        batch = {name: t.to(device) for name, t in self.encode(images, [*history, ("user", text)], **more).items()}
+        ends = {*self.stop, *end_tokens(self.model)}
         ids: list[int] = []
         shown = ""
-        ends = {*self.stop, *end_tokens(self.model)}
         for tokens, _ in stream(self.model, batch, self.max_new_tokens, self.stop, self.sampling):
             if (token := int(tokens[0])) not in ends:
                 ids.append(token)
