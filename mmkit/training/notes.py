@@ -44,7 +44,7 @@ def read_steps(state: TrainState, notes: Notes, evaluate: bool) -> Decision:
     for pending in notes.pending:
         row, keys = row_of(pending), pending["keys"]
         state.samples, state.tokens = state.samples + row["samples"], state.tokens + row["tokens"]
-        row |= {"total_samples": state.samples, "total_tokens": state.tokens} | device_facts(state.backend, notes.last)
+        row |= {"total_steps": state.total_steps, "total_samples": state.samples, "total_tokens": state.tokens} | device_facts(state.backend, notes.last)
         notes.losses.append(row["loss"])
         if evaluate and row["step"] == state.step:
             row |= evaluation(state, notes)
