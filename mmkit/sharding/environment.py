@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import logging
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_NODELIST", "SLURM_JOB_ID")
 TPU_POD = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
+GRACE = 3.0  # seconds the process that holds the store outlives its own timeout
 TPU_PORT = 8479  # any fixed port that libtpu (8471, 8476) does not use
 
 
@@ -157,8 +158,8 @@ def _meet(place: ProcessEnvironment, timeout: float) -> dist.Store:
     """The store all processes have signed; those that have not after ``timeout`` seconds are named."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun itself listens on the port
     wait = datetime.timedelta(seconds=timeout)
+    server = place.rank == 0 and not agent
     try:
-        server = place.rank == 0 and not agent
         store = dist.TCPStore(place.address, place.port, place.world, server, timeout=wait, wait_for_workers=False)
     except dist.DistNetworkError as error:
         taken = "in use" in str(error)
@@ -166,9 +167,12 @@ def _meet(place: ProcessEnvironment, timeout: float) -> dist.Store:
         raise ConfigError(f"rank {place.rank}: {place.address}:{place.port} {what} (from {place.source})") from error
     store = dist.PrefixStore(f"mmkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     store.set(f"here/{place.rank}", "1")
-    keys = [f"here/{rank}" for rank in range(place.world)]
-    with contextlib.suppress(dist.DistStoreError):
-        store.wait(keys, wait)
-        return store
-    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-    raise ConfigError(f"rank {place.rank}: after {timeout:.0f} s ranks {missing} of {place.world} have not come to {place.address}:{place.port}")
+    missing, deadline = list(range(place.world)), time.monotonic() + timeout
+    while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
+        if time.monotonic() > deadline:
+            time.sleep(GRACE if server else 0)  # the others ask this process who is missing
+            raise ConfigError(
+                f"rank {place.rank}: after {timeout:.0f} s ranks {missing} of {place.world} have not come to {place.address}:{place.port}"
+            )
+        time.sleep(0.1)
+    return store
