@@ -5,16 +5,20 @@ A step's values stay on the device until `read_steps`; between log steps nothing
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from mmkit.training.assemble import TrainState
+from mmkit.training.contrastive import advice
 from mmkit.training.metrics import MetricsFile, device_facts, row_of
 from mmkit.training.run_folder import save_checkpoint
 from mmkit.training.stability import Decision
 
+log = logging.getLogger(__name__)
 Row = dict[str, Any]
+WATCHED = ("step", "loss", "skipped", "lr", "logit_scale", "max_logit", "scaler")  # kept by the stability guard, with the gradient norms
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,10 @@ def read_steps(state: TrainState, notes: Notes, evaluate: bool) -> Decision:
     for pending in notes.pending:
         row, keys = row_of(pending), pending["keys"]
         state.samples, state.tokens = state.samples + row["samples"], state.tokens + row["tokens"]
-        row |= {"total_steps": state.total_steps, "total_samples": state.samples, "total_tokens": state.tokens} | device_facts(state.backend, notes.last)
+        row |= {"total_steps": state.total_steps, "total_samples": state.samples, "total_tokens": state.tokens}
+        row |= device_facts(state.backend, notes.last)
+        if (warning := advice(row)) and not advice(notes.last):
+            log.warning("%s", warning)
         notes.losses.append(row["loss"])
         if evaluate and row["step"] == state.step:
             row |= evaluation(state, notes)
@@ -53,7 +60,7 @@ def read_steps(state: TrainState, notes: Notes, evaluate: bool) -> Decision:
             notes.metrics.write(row)
             if notes.hooks.on_log:
                 notes.hooks.on_log(row)
-        found = found or state.guard.observe(row["step"], row["loss"], keys=keys, skipped=row["skipped"], grad_norm=row["grad_norm"], lr=row["lr"])
+        found = found or state.guard.observe(keys=keys, **{name: value for name, value in row.items() if name in WATCHED or name.startswith("grad_norm")})
     notes.pending.clear()
     return found
 
