@@ -51,6 +51,7 @@ class Backend(abc.ABC):
     optimizer: torch.optim.Optimizer | None = None
     skipped: Tensor  # 0-dim bool: the last update was left out on all devices (non-finite gradient)
     n_skipped: Tensor  # 0-dim int64: how many were so far
+    norms: Mapping[str, Tensor] = {}  # after an update: gradient norm before clipping of each component; empty under ZeRO
     reached: dict[str, bool] | None = None  # after the first update: parameter name -> it had a non-zero gradient
 
     @property

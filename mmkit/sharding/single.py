@@ -123,8 +123,7 @@ class SingleBackend(Backend):
         """See `Backend.update`."""
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-        gradients = [p.grad for p in self.trained().values() if p.grad is not None]
-        norm = self._norm(gradients)
+        norm = self._gradient_norm()
         finite = bool(torch.isfinite(norm))
         if finite and max_norm is not None:
             nn.utils.clip_grads_with_norm_(self.trained().values(), max_norm, norm)
@@ -136,6 +135,15 @@ class SingleBackend(Backend):
         self._count_skipped(not finite)
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def _gradient_norm(self) -> Tensor:
+        """The norm of all gradients; that of each component (first word of its groups' titles) stays in `norms`."""
+        parts: dict[str, list[Tensor]] = {}
+        for group in self.optimizer.param_groups:
+            found = parts.setdefault(group.get("title", "all").split(" ")[0], [])
+            found += [p.grad for p in group["params"] if p.grad is not None]
+        self.norms = {name: self._norm(gradients) for name, gradients in parts.items()}
+        return torch.stack(list(self.norms.values())).norm()
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         return nn.utils.get_total_norm(gradients).to(self.device) if gradients else torch.zeros((), device=self.device)

@@ -159,7 +159,7 @@ class XlaBackend(HostTalk, SingleBackend):
     def update(self, max_norm: float | None) -> Tensor:
         """See `Backend.update`; the skip is a selection between old and new tensors, without asking the host."""
         with_gradient = [p for p in self.trained().values() if p.grad is not None]
-        norm = self._norm([p.grad for p in with_gradient])
+        norm = self._gradient_norm()
         finite = torch.isfinite(norm)
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(with_gradient, max_norm, norm)

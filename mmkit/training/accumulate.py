@@ -9,6 +9,7 @@ because it enters once. Dropout, patch dropout and stochastic depth repeat their
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,12 +21,14 @@ SHARED = ("logit_scale", "logit_bias")  # one a model, not one a pair
 FROM_TEACHER = ("teacher_image", "teacher_text", "teacher_scale")
 
 
-def contrastive_step(model: nn.Module, loss: ContrastiveLoss, batches: Sequence[dict[str, Tensor]], backend, n_pairs) -> dict[str, Tensor]:
+def contrastive_step(
+    model: nn.Module, loss: ContrastiveLoss, batches: Sequence[dict[str, Tensor]], backend, n_pairs, limit: float = math.inf
+) -> dict[str, Tensor]:
     """Adds the gradients of one optimizer step over ``batches`` (on the device, equal sizes) to the parameters.
 
     ``model`` is what ``backend.prepare`` made of a `ContrastiveObjective`, ``loss`` that objective's ``.loss``, ``n_pairs`` the pairs
-    of the global batch. Returns what the loss returns: loss_sum of this process's pairs, n_targets, metrics. Afterwards call
-    ``backend.update``.
+    of the global batch. A mean loss above ``limit`` makes every gradient NaN, so that no backend applies the update. Returns what
+    the loss returns: loss_sum of this process's pairs, n_targets, metrics. Afterwards call ``backend.update``.
     """
     cached, states = [], []
     with torch.no_grad(), frozen_statistics(model):
@@ -37,7 +40,10 @@ def contrastive_step(model: nn.Module, loss: ContrastiveLoss, batches: Sequence[
     for name in trained:
         features[name] = features[name].float().requires_grad_()
     out = loss(features)
-    (out["loss_sum"] / n_pairs).backward()
+    share = out["loss_sum"] / n_pairs
+    if limit < math.inf:
+        share = share * torch.where(backend.sum_over_devices(share.detach()) > limit, math.nan, 1.0).to(share.device)
+    share.backward()
     for i, (batch, state) in enumerate(zip(batches, states, strict=True)):
         backend.set_rng_state(state)
         last = i == len(batches) - 1

@@ -104,8 +104,6 @@ def check(run: RunConfig) -> None:
         raise ConfigError(f"train.bits {run.train.bits} freezes the language model: set train.lora and leave language out of train.trainable")
     if run.data.cache_features and "encoders" in run.train.trainable:
         raise ConfigError("data.cache_features keeps what frozen encoders give, but train.trainable has 'encoders'; turn one of them off")
-    if run.train.stability.action == "skip" and run.model.kind == "clip" and run.accumulation > 1:
-        raise ConfigError("stability.action 'skip' cannot be combined with the cached accumulation of clip models; use rewind or stop")
     if not run.data.sources:
         raise ConfigError(f"data.sources of {run.preset!r} stage {run.stage!r} is empty; name at least one source")
     parent_export(run)
@@ -142,7 +140,8 @@ def accumulator(run: RunConfig, wrapped: nn.Module, objective: nn.Module, backen
         from mmkit.training.accumulate import contrastive_step
 
         def cached(window: list, count: torch.Tensor, limit: float) -> list[dict]:
-            return [contrastive_step(wrapped, objective.loss, [backend.shard(batch.tensors) for batch in window], backend, count)]
+            parts = [backend.shard(batch.tensors) for batch in window]
+            return [contrastive_step(wrapped, objective.loss, parts, backend, count, limit)]
 
         return cached
 

@@ -8,6 +8,7 @@ N = pairs of all processes, D = width of the shared space.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from mmkit.sharding.exchange import exchange, from_process
 
 CAPTION_WEIGHT = 2.0  # of CoCa's caption loss beside a contrastive weight of 1 (CoCa section 4, open_clip's default)
 PAD_TOKEN = 0  # carries no caption loss
+MANY_DUPLICATES = 0.25  # share of repeated captions that is warned of
 
 
 def check(config: ContrastiveConfig) -> None:
@@ -57,9 +59,23 @@ class ContrastiveLoss:
         with torch.autocast(image.device.type, enabled=False):
             scale = features["logit_scale"].float().reshape(())
             loss_sum, largest = self._pair_loss(image.float(), text.float(), scale, bias, dtype, features)
+            metrics = self._metrics(features, loss_sum, largest)
             if "caption_sum" in features:
                 loss_sum = loss_sum + CAPTION_WEIGHT * self._caption_loss(features, len(image))
-        return {"loss_sum": loss_sum, "n_targets": len(image), "logit_scale": scale.detach(), "max_logit": largest.detach()}
+        return {"loss_sum": loss_sum, "n_targets": len(image), "logit_scale": scale.detach()} | metrics
+
+    @torch.no_grad()
+    def _metrics(self, features, loss_sum, largest) -> dict[str, Tensor]:
+        """The largest |logit| of all processes, the share of captions that occur more than once, and how far the softmax loss lies
+        from ln N, the loss of features that know nothing (U33)."""
+        n = len(features["image_features"])
+        metrics = {"max_logit": self.backend.gather(largest.detach()[None], with_grad=False).max()}
+        if "caption_hash" in features:
+            hashes = self.backend.gather(features["caption_hash"], with_grad=False)
+            metrics["duplicate_share"] = repeated_share(hashes)
+        if self.config.kind in ("clip", "coca"):
+            metrics["loss_gap"] = loss_sum.detach() / n - math.log(n * self._ring(largest)[0])
+        return metrics
 
     def _logit_dtype(self, image: Tensor) -> torch.dtype:
         if self.config.logits_fp32:
@@ -251,7 +267,7 @@ class ContrastiveObjective(nn.Module):
         """``loss``: the loss sum of this process's pairs and its metrics. ``features``: what the loss needs, for cached accumulation.
         ``surrogate``: loss_sum whose gradient is ``gradients`` of the features. ``encode``: features of the towers present in ``batch``."""
         if mode == "loss":
-            return self.loss(self._features(batch)) | {"duplicate_share": self.duplicate_share(batch)}
+            return self.loss(self._features(batch))
         if mode == "features":
             return self._features(batch)
         if mode == "surrogate":
@@ -271,6 +287,7 @@ class ContrastiveObjective(nn.Module):
     def _features(self, batch):
         out = self.model(batch)
         features = {name: out[name] for name in ("image_features", "text_features", "logit_scale")}
+        features["caption_hash"] = caption_hash(batch["text"] if "text" in batch else batch["text_features"])
         if out.get("logit_bias") is not None:
             features["logit_bias"] = out["logit_bias"]
         elif self.loss.config.kind == "siglip":
@@ -286,15 +303,30 @@ class ContrastiveObjective(nn.Module):
             features["teacher_scale"] = taught["logit_scale"]
         return features
 
-    def duplicate_share(self, batch: dict[str, Tensor]) -> Tensor:
-        """Share of pairs in the global batch whose caption occurs more than once (U33); by a 64-bit hash of each caption."""
-        text = batch["text"] if "text" in batch else batch["text_features"].float().contiguous().view(torch.int32).long()
-        odd = torch.arange(1, 2 * text.shape[1], 2, device=text.device) * 0x9E3779B97F4A7C1
-        mixed = (text + 1) * odd
-        hashes = self.loss.backend.gather((mixed ^ (mixed >> 29)).sum(1), with_grad=False).sort().values  # (B, L) -> (N,)
-        same = hashes[1:] == hashes[:-1]
-        twin = F.pad(same, (1, 0)) | F.pad(same, (0, 1))
-        return twin.float().mean()
+
+def caption_hash(text: Tensor) -> Tensor:
+    """(B, L) tokens or (B, C) cached features -> (B,) int64, equal for equal captions."""
+    words = text.float().contiguous().view(torch.int32).long() if text.is_floating_point() else text
+    odd = torch.arange(1, 2 * words.shape[1], 2, device=words.device) * 0x9E3779B97F4A7C1
+    mixed = (words + 1) * odd
+    return (mixed ^ (mixed >> 29)).sum(1)
+
+
+def repeated_share(hashes: Tensor) -> Tensor:
+    """Share of the values (N,) that occur more than once."""
+    ordered = hashes.sort().values
+    same = ordered[1:] == ordered[:-1]
+    return (F.pad(same, (1, 0)) | F.pad(same, (0, 1))).float().mean()
+
+
+def advice(row: dict) -> str:
+    """A warning about a step's numbers, or an empty text."""
+    if row.get("duplicate_share", 0) >= MANY_DUPLICATES:
+        return (
+            f"step {row['step']}: {row['duplicate_share']:.0%} of the batch's captions occur more than once; equal captions push each other "
+            "apart as wrong negatives. Remove duplicates from the data or use another caption field"
+        )
+    return ""
 
 
 def is_unmasked(step: int, total_steps: int, config: ContrastiveConfig) -> bool:

@@ -157,6 +157,7 @@ def one_step(state: TrainState) -> Row:
     return {
         "step": state.step, "names": names, "values": backend.sum_over_devices(values), "counts": counts, "grad_norm": norm, "lr": rates[0],
         "lrs": {group["title"]: rate for group, rate in zip(groups, rates, strict=True)}, "skipped": backend.skipped, "epoch": window[-1].epoch,
+        **{f"grad_norm_{name}": norm for name, norm in backend.norms.items() if len(backend.norms) > 1},
         "seconds": time.monotonic() - begin, "data_seconds": waited, "keys": [key for batch in window for key in batch.keys],
     }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Contrastive losses: equal to open_clip's on one process, and on many processes equal to one process with the joined batch."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from open_clip.loss import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
 from mmkit.config import BackendConfig, ConfigError, ContrastiveConfig
 from mmkit.sharding.backend import Backend, create
 from mmkit.training.accumulate import contrastive_step, frozen_statistics
-from mmkit.training.contrastive import ContrastiveLoss, ContrastiveObjective, check, is_unmasked
+from mmkit.training.contrastive import ContrastiveLoss, ContrastiveObjective, advice, caption_hash, check, is_unmasked, repeated_share
 from tests.training.contrastive_cases import N, Toy, joined_batch, model_of, teacher_of
 from tests.training.processes import run_processes
 
@@ -158,7 +159,7 @@ def test_chunks_bound_the_memory_of_the_similarity():
 
     class Others(Alone):
         def gather(self, x, with_grad=False):
-            return torch.cat([x, others[: n - b]])
+            return torch.cat([x, others[: n - b]]) if x.dim() > 1 else x
 
     others = F.normalize(torch.randn(n, 4), dim=-1)
     image, text = (F.normalize(torch.randn(b, 4), dim=-1).requires_grad_() for _ in range(2))
@@ -233,20 +234,35 @@ def test_the_first_pass_leaves_running_statistics_alone():
     assert norm.num_batches_tracked == 1 and not torch.equal(norm.running_mean, before["running_mean"])
 
 
-def test_duplicate_captions_are_counted():
-    objective = ContrastiveObjective(Toy(), Alone(), ContrastiveConfig())
+def test_duplicate_captions_are_counted_and_warned_of():
     text = torch.arange(32).view(8, 4)
     text[:4] = text[0]
-    assert objective.duplicate_share({"text": text}).item() == 0.5
+    share = repeated_share(caption_hash(text)).item()
+    assert share == 0.5 and "50% of the batch's captions" in advice({"step": 3, "duplicate_share": share})
+    assert advice({"step": 3, "duplicate_share": 0.1}) == advice({"step": 3}) == ""
     features = torch.randn(8, 6)
     features[5] = features[2]
-    assert objective.duplicate_share({"text_features": features}).item() == 0.25
+    assert repeated_share(caption_hash(features)).item() == 0.25
+    assert repeated_share(caption_hash(torch.tensor([[1, 2], [2, 1], [3, 0]]))).item() == 0
 
 
 def test_random_features_have_no_gap_to_the_logarithm_of_the_batch():
     image, text = (F.normalize(torch.randn(512, 256, generator=torch.Generator().manual_seed(i)), dim=-1) for i in range(2))
     out = ContrastiveLoss(ContrastiveConfig(), Alone())({"image_features": image, "text_features": text, "logit_scale": torch.tensor(1.0)})
-    assert out["loss_sum"].item() / 512 - torch.tensor(512.0).log().item() == pytest.approx(0, abs=0.02)
+    assert out["loss_gap"].item() == pytest.approx(0, abs=0.02)
+    assert out["loss_gap"].item() == pytest.approx(out["loss_sum"].item() / 512 - math.log(512), abs=1e-5)
+
+
+def test_a_spiking_step_of_cached_accumulation_is_left_out(single):
+    objective = ContrastiveObjective(Toy(), single, ContrastiveConfig())
+    wrapped = single.prepare(objective, lambda named: torch.optim.AdamW(named.values(), lr=0.1), train=_train())
+    parts = [{name: value.chunk(2)[i] for name, value in joined_batch().items()} for i in range(2)]
+    before = [p.clone() for p in objective.parameters()]
+    for limit, moved in ((0.1, False), (100.0, True)):
+        contrastive_step(wrapped, objective.loss, parts, single, N, limit)
+        single.update(1.0)
+        assert bool(single.skipped) != moved
+        assert any(not torch.equal(a, b) for a, b in zip(before, objective.parameters(), strict=True)) == moved
 
 
 def test_modes_and_what_they_need_are_checked():
