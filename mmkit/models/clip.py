@@ -145,7 +145,7 @@ def architecture_of(config: ClipConfig) -> dict[str, Any]:
 
     settings = copy.deepcopy(config.architecture) or open_clip.get_model_config(config.name)
     if settings is None:
-        raise ConfigError(f"open_clip has no model {config.name!r}{nearest(config.name, open_clip.list_models())}; or give `architecture`")
+        raise ConfigError(f"open_clip has no model {config.name!r} and no `architecture` is given{nearest(config.name, open_clip.list_models())}")
     settings.setdefault("quick_gelu", False)
     if config.init_logit_scale != ClipConfig.model_fields["init_logit_scale"].default or "init_logit_scale" not in settings:
         settings["init_logit_scale"] = config.init_logit_scale

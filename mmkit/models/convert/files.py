@@ -1,7 +1,7 @@
 """Reading tensors from weight files one at a time, and finding those files: a local path or the Hugging Face hub (cache first).
 
-safetensors files are mapped, and mapped again every gigabyte so that pages already read are given back; pickled files are
-opened with ``torch.load(mmap=True, weights_only=True)``, so nothing in them is executed.
+Files are mapped, and mapped again every `REMAP_BYTES` so that pages already read are given back; pickled files are opened with
+``torch.load(mmap=True, weights_only=True)``, so nothing in them is executed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-REMAP_BYTES = 1 << 30
+REMAP_BYTES = 64 << 20
 SHARD_BYTES = 4 << 30
 PICKLED = (".bin", ".pt", ".pth")
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "trainer_state")
@@ -71,7 +71,7 @@ def _indexed(index: Path) -> list[Path]:
 def tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, CPU tensor) of every tensor of a weight file or folder; copy what you keep, the memory is the file's."""
     for file in weight_files(Path(path)):
-        yield from _safetensors(file) if file.suffix == ".safetensors" else pickled(file).items()
+        yield from _safetensors(file) if file.suffix == ".safetensors" else remapped(lambda file=file: pickled(file))
 
 
 def names(path: Path) -> list[str]:
@@ -129,6 +129,18 @@ def _safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 tensor = handle.get_tensor(name)
                 read += tensor.nbytes
                 yield name, tensor
+
+
+def remapped(read: Callable[[], dict[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The items of a mapped dict, which is read anew after every `REMAP_BYTES`."""
+    content = read()
+    used = 0
+    for name in list(content):
+        if used >= REMAP_BYTES:
+            del content
+            content, used = read(), 0
+        used += content[name].nbytes
+        yield name, content[name]
 
 
 def pickled(file: Path) -> dict[str, torch.Tensor]:
