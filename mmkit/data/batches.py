@@ -50,6 +50,7 @@ class Batch:
     problems: tuple[Problem, ...] = ()
     duplicates: float = 0.0  # contrastive: share of rows whose caption stands in this batch more than once
     sources: dict[str, int] = field(default_factory=dict)  # samples of each source
+    examined: int = 0  # examples looked at since the batch before, usable or not
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ class Task:
     shape: Shape
     epochs: tuple[int, ...]  # of each row: a batch may straddle two
     state: dict[str, int] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()  # of planning, shared out over the processes
+    examined: int = 0  # examples planning looked at for this block, this process's share
 
 
 def rng_of(seed: int, epoch: int, index: int, train: bool) -> np.random.Generator:
@@ -109,7 +111,7 @@ class VlmBuilder:
         self.slots = Slots.of(model)
 
     def __getitem__(self, task: Task) -> Batch:
-        problems: list[Problem] = []
+        problems = list(task.problems)
         loaded = [self._load_row(row, epoch, problems) for row, epoch in zip(task.rows, task.epochs, strict=True)]
         rows = [tuple(item for item, *_ in row) for row in loaded]
         arrays = [build_row(items, [sizes for _, _, sizes, _ in row], self.slots) for items, row in zip(rows, loaded, strict=True)]
@@ -124,7 +126,7 @@ class VlmBuilder:
         n_targets, n_tokens, n_positions = counted(tensors)
         keys = [",".join(example.key for *_, examples in row for example in examples) for row in loaded]
         sources = Counter(self.mixture.source_name(member.index) for member in members)
-        return Batch(tensors, keys, n_targets, len(members), n_tokens, n_positions, max(task.epochs), tuple(problems), sources=dict(sources))
+        return Batch(tensors, keys, n_targets, len(members), n_tokens, n_positions, max(task.epochs), tuple(problems), sources=dict(sources), examined=task.examined)
 
     def _load_row(self, row: Row, epoch: int, problems: list[Problem]) -> list[tuple[Item, list, list, list[Example]]]:
         """(item, pictures, sizes, examples) of each item whose pictures can be had."""
@@ -194,7 +196,7 @@ class ClipBuilder:
         self.seed, self.train, self.watch = seed, train, watch or Watch(0)
 
     def __getitem__(self, task: Task) -> Batch:
-        problems: list[Problem] = []
+        problems = list(task.problems)
         found = [self._sample(index, epoch, problems) for index, epoch in zip(task.rows, task.epochs, strict=True)]
         images = torch.stack([tensor for tensor, _ in found])
         name = "image_features" if self.pictures.stem == "features" else "image"
@@ -206,7 +208,7 @@ class ClipBuilder:
         n = len(found)
         keys = [example.key for _, example in found]
         n_positions = tensors["text"].numel() if "text" in tensors else n
-        return Batch(tensors, keys, n, n, n_positions, n_positions, max(task.epochs), tuple(problems), repeated / max(n, 1), dict(sources))
+        return Batch(tensors, keys, n, n, n_positions, n_positions, max(task.epochs), tuple(problems), repeated / max(n, 1), dict(sources), task.examined)
 
     def _text(self, captions: list[str]) -> dict[str, Tensor]:
         if self.texts is not None:

@@ -81,7 +81,7 @@ class Loader:
         self.plan, self.builder, self.watch = plan, builder, builder.watch
         self.rank, self.world, self.device_batch, self.accumulation = rank, world, device_batch, accumulation
         self.workers, self.max_bad = workers, max_bad
-        self.counts: dict[str, Any] = {"seen": 0, "rows": 0, "tokens": 0, "positions": 0, "bad": Counter(), "sources": Counter()}
+        self.counts: dict[str, Any] = {"seen": 0, "examined": 0, "rows": 0, "tokens": 0, "positions": 0, "bad": Counter(), "sources": Counter()}
         self._samples_named: list[Problem] = []
         self._position = {"epoch": 0, "window": 0, "row": 0, "rows": 0, "samples": 0}
         self._batches: Iterator | None = None
@@ -144,12 +144,11 @@ class Loader:
     def rows_per_epoch(self) -> int:
         """Rows of the first epoch: counted up to `REMEMBERED` samples, beyond that estimated from the first of them."""
         if self._estimate is None:
-            windows, rows, kept = self.plan.windows(0), 0, self.plan.problems
-            self.plan.problems = []
+            windows, rows, kept = self.plan.windows(0), 0, (list(self.plan.problems), self.plan.examined)
             few = max(1, windows * REMEMBERED // max(self.samples_per_epoch, 1))
             for window in range(min(windows, few)):
                 rows += len(self.plan.rows(0, window))
-            self.plan.problems = kept  # problems count when their window is trained on
+            self.plan.problems, self.plan.examined = kept  # problems count when their window is trained on
             self._estimate = (round(rows * windows / min(windows, few)), few < windows)
         return self._estimate[0]
 
@@ -163,41 +162,17 @@ class Loader:
         return self.plan.mixture.summary()
 
     def _start(self) -> Iterator[tuple[Batch, dict]]:
-        tasks = self._tasks(dict(self._position))
+        # a function, not a method: a generator that held this object would keep dead worker processes in a reference cycle
+        tasks = tasks_of(self.plan, dict(self._position), self.rank, self.world, self.device_batch)
         if not self.workers:
             return ((self.builder[task], task.state) for task in tasks)
         options = {"batch_size": None, "num_workers": self.workers, "worker_init_fn": _quiet_worker}
         with _own_child_signal():
             return iter(DataLoader(_WithState(self.builder), sampler=tasks, **options))
 
-    def _tasks(self, state: dict[str, int]) -> Iterator[Task]:
-        """This process's share of every block, with the position after the block."""
-        block_size, block = self.device_batch * self.world, []
-        place = state
-        for row, place in row_stream(self.plan, state, once=not self.plan.train):
-            block.append((row, place["epoch"]))
-            if len(block) == block_size:
-                state = self._advanced(state, place, block)
-                yield self._task(block, state)
-                block = []
-        if block:  # the last batch of a single pass is filled up, so that every process has as many batches
-            state = self._advanced(state, place, block)
-            blank = (self.plan.blank(block[-1][0]), block[-1][1])
-            yield self._task(block + [blank] * (block_size - len(block)), state)
-
-    def _advanced(self, state: dict[str, int], place: dict[str, int], block: list) -> dict[str, int]:
-        samples = sum(self.plan.n_samples(row) for row, _ in block)
-        return {**place, "rows": state["rows"] + len(block), "samples": state["samples"] + samples}
-
-    def _task(self, block: list, state: dict[str, int]) -> Task:
-        self._note(self.plan.problems)
-        self.plan.problems = []
-        shape = self.plan.shape([row for row, _ in block])
-        rows, epochs = zip(*block[self.rank :: self.world], strict=True)
-        return Task(rows, replace(shape, rows=len(rows)), epochs, state)
-
     def _count(self, batch: Batch) -> None:
         self.counts["seen"] += batch.n_samples
+        self.counts["examined"] += batch.examined
         self.counts["rows"] += len(batch.keys)
         self.counts["tokens"] += batch.n_tokens
         self.counts["positions"] += batch.n_positions
@@ -211,11 +186,12 @@ class Loader:
             log.warning("%s: sample %r left out: %s", problem.source, problem.key, problem.message)
         self._samples_named = [*self._samples_named, *problems][-5:]
         bad = self.counts["bad"].total()
-        if problems and bad > self.max_bad * max(self.counts["seen"] + bad, 100):
+        examined = self.counts["examined"]
+        if problems and bad > self.max_bad * max(examined, 100):
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.counts["bad"].most_common())
             last = "; ".join(f"{p.source} {p.key!r}: {p.message}" for p in self._samples_named)
             raise ValueError(
-                f"{bad} of {self.counts['seen'] + bad} samples cannot be used ({reasons}), more than data.max_bad_share {self.max_bad}. "
+                f"{bad} of {examined} samples cannot be used ({reasons}), more than data.max_bad_share {self.max_bad}. "
                 f"The last: {last}. Run `mmkit data check` on the source, repair it, or raise max_bad_share"
             )
 
@@ -232,6 +208,34 @@ class Loader:
             return self.plan.mixture[index].key
         except ValueError:
             return f"#{index}"
+
+
+def tasks_of(plan: ExamplePlan, state: dict[str, int], rank: int, world: int, device_batch: int) -> Iterator[Task]:
+    """One process's share of every block of rows from position ``state`` on, each with the position after its block."""
+    size, block, place = device_batch * world, [], state
+    for row, place in row_stream(plan, state, once=not plan.train):
+        block.append((row, place["epoch"]))
+        if len(block) == size:
+            state = _advanced(plan, state, place, block)
+            yield _task(plan, block, state, rank, world)
+            block = []
+    if block:  # the last batch of a single pass is filled up, so that every process has as many batches
+        state = _advanced(plan, state, place, block)
+        blank = (plan.blank(block[-1][0]), block[-1][1])
+        yield _task(plan, block + [blank] * (size - len(block)), state, rank, world)
+
+
+def _advanced(plan: ExamplePlan, state: dict[str, int], place: dict[str, int], block: list) -> dict[str, int]:
+    samples = sum(plan.n_samples(row) for row, _ in block)
+    return {**place, "rows": state["rows"] + len(block), "samples": state["samples"] + samples}
+
+
+def _task(plan: ExamplePlan, block: list, state: dict[str, int], rank: int, world: int) -> Task:
+    problems, plan.problems = plan.problems, []
+    examined, plan.examined = plan.examined, 0
+    shape = plan.shape([row for row, _ in block])
+    rows, epochs = zip(*block[rank::world], strict=True)
+    return Task(rows, replace(shape, rows=len(rows)), epochs, state, tuple(problems[rank::world]), -(-examined // world))
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ class ExamplePlan:
         self.mixture, self.seed, self.train = mixture, seed, train
         self.by_image, self.megabatch = by_image, megabatch
         self.problems: list[Problem] = []  # of planning, since last taken
+        self.examined = 0  # examples planned, since last taken
         self._order: tuple[int, Order] | None = None
 
     def order(self, epoch: int) -> Order:
@@ -67,7 +68,9 @@ class ExamplePlan:
     def _members(self, epoch: int, window: int) -> np.ndarray:
         order, size = self.order(epoch), self._units_a_window(epoch)
         first, last = window * size, min((window + 1) * size, len(order))
-        return order.members[order.starts[first] : order.starts[last]]
+        members = order.members[order.starts[first] : order.starts[last]]
+        self.examined += len(members)
+        return members
 
 
 class ConversationPlan(ExamplePlan):
@@ -91,6 +94,7 @@ class ConversationPlan(ExamplePlan):
         for unit in range(window * size, min((window + 1) * size, len(order))):
             members = [member for index in order.unit(unit).tolist() if (member := self._member(index, epoch)) is not None]
             items += items_of(members, self.limits)
+            self.examined += len(order.unit(unit))
         if not self.pack:
             return [(item,) for item in items]
         rows = first_fit(items, self.limits)
