@@ -143,7 +143,9 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument("target", help="folder to write")
     parser.add_argument("--model", metavar="NAME", help="the preset it belongs to; compared with what the release says")
     parser.add_argument("--to", action="store_true", help="from ours to the published layout")
-    parser.add_argument("--kind", help="full, delta, lora, projector, shards, openclip; with --to: cambrian, ferret, llava, openclip, projector")
+    parser.add_argument(
+        "--kind", help="full, delta, lora, projector, shards, openclip; with --to: cambrian, ferret, llava, openclip, projector"
+    )
     parser.add_argument("--base", help="weights of the base model (deltas, LoRA folders), or the open_clip model name of a lone file")
 
 
@@ -177,7 +179,13 @@ def run_of(options: argparse.Namespace) -> RunConfig:
     from mmkit.notebook.parameters import assemble, backend_settings
 
     overrides = dict(_pair(text, "--set") for text in options.set)
-    named = {"processes": options.processes, "steps": options.steps, "root": options.run_dir, "name": options.name, "resume": options.resume}
+    named = {
+        "processes": options.processes,
+        "steps": options.steps,
+        "root": options.run_dir,
+        "name": options.name,
+        "resume": options.resume,
+    }
     overrides |= {name: value for name, value in named.items() if value is not None}
     if options.dry_run:
         overrides["dry_run"] = True
@@ -270,7 +278,9 @@ def checked(kind: Any, values: dict[str, Any], source: str) -> Any:
     """A Settings object of ``values``; ConfigError names the field at fault and the nearest right one."""
     unknown = [name for name in values if name not in kind.model_fields]
     if unknown:
-        raise ConfigError(f"no option {unknown[0]!r} (from {source}){nearest(unknown[0], kind.model_fields)}; there are {', '.join(kind.model_fields)}")
+        raise ConfigError(
+            f"no option {unknown[0]!r} (from {source}){nearest(unknown[0], kind.model_fields)}; there are {', '.join(kind.model_fields)}"
+        )
     try:
         return kind(**values)
     except ValueError as error:

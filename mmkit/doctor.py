@@ -11,7 +11,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from mmkit.notebook.tables import html, text
 from mmkit.sharding.plan import GIB
 
 OK, NOTE, FAULT = "ok", "note", "FAULT"
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -83,10 +83,15 @@ def _machine() -> Iterator[Finding]:
     remedy = "the demo needs about 5 GB: close other programs or take smaller settings (data.max_length)" if small else ""
     yield Finding("cpu and memory", NOTE if small else OK, f"{cores} cores, {memory / GIB:.1f} GiB, {platform.machine()}", remedy)
     gpus = nvidia_gpus()
-    found = ", ".join(f"{name} {size / GIB:.0f} GiB" for name, size in gpus) or "none"
-    yield Finding("NVIDIA GPUs", OK if gpus else NOTE, found, "" if gpus else "runs marked for GPUs or TPUs can be planned and dry-run here")
-    tpu = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
-    yield Finding("TPU", OK if tpu else NOTE, "a TPU host" if tpu else "none", "" if tpu else "`mmkit launch --target tpu` drives one from here")
+    found = ", ".join(f"{name} {size / GIB:.0f} GiB" for name, size in gpus)
+    yield _optional("NVIDIA GPUs", found, "runs marked for GPUs or TPUs can be planned and dry-run here")
+    host = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
+    yield _optional("TPU", "a TPU host" * host, "`mmkit launch --target tpu` drives one from here")
+
+
+def _optional(what: str, found: str, otherwise: str) -> Finding:
+    """A finding about something that may be absent; ``found`` is empty then, and ``otherwise`` says what that means."""
+    return Finding(what, OK if found else NOTE, found or "none", "" if found else otherwise)
 
 
 def _disk() -> Iterator[Finding]:
@@ -135,7 +140,8 @@ def _torch() -> Iterator[Finding]:
     import torch
 
     yield Finding("torch", OK, f"{torch.__version__}, {torch.get_num_threads()} threads")
-    if nvidia_gpus() and not torch.version.cuda:
+    gpus, built = nvidia_gpus(), torch.version.cuda
+    if gpus and not built:
         yield Finding("CUDA build", FAULT, "torch without CUDA on a machine with GPUs", "pip install torch==2.9.1 from the default index")
     flags = getattr(torch.backends.cpu, "get_cpu_capability", lambda: "unknown")()
     yield Finding("bf16 on the CPU", OK, f"runs in {flags}; fast where the processor has avx512_bf16 or amx: {_has_fast_bf16()}")
@@ -153,7 +159,8 @@ def _compiled_ops() -> Iterator[Finding]:
     tools = {name: shutil.which(name) for name in ("nvcc", "ninja", "g++")}
     have = ", ".join(name for name, path in tools.items() if path) or "none"
     found = f"compilers here: {have}; CUDA_HOME {'set' if home else 'not set'}; ZeRO uses torch AdamW (no compiled ops)"
-    yield Finding("deepspeed", OK if importlib.util.find_spec("deepspeed") else FAULT, found, "" if importlib.util.find_spec("deepspeed") else "make env")
+    there = importlib.util.find_spec("deepspeed") is not None
+    yield Finding("deepspeed", OK if there else FAULT, found, "" if there else "make env")
 
 
 def _packs() -> Iterator[Finding]:
@@ -169,19 +176,20 @@ def _packs() -> Iterator[Finding]:
 
 
 def _data_tools() -> Iterator[Finding]:
-    apt = bool(shutil.which("apt-get") and shutil.which("dpkg-deb"))
-    npm = bool(shutil.which("npm"))
-    remedy = "" if apt else "captions and regions fall back to easy-VQA's shapes without Debian's photo stamps"
-    yield Finding("apt (photo stamps, emoji font)", OK if apt else NOTE, "there" if apt else "not here", remedy)
-    yield Finding("npm (emoji pictures)", OK if npm or apt else NOTE, "there" if npm else "not here, not needed" if apt else "not here")
+    apt = "there" * bool(shutil.which("apt-get") and shutil.which("dpkg-deb"))
+    npm = "there" * bool(shutil.which("npm"))
+    yield _optional(
+        "apt (photo stamps, emoji font)", apt, "captions and regions fall back to easy-VQA's shapes without Debian's photo stamps"
+    )
+    yield _optional("npm (emoji pictures)", npm or "none, and not needed beside apt" * bool(apt), "no emoji pictures without apt or npm")
 
 
 def _threads() -> Iterator[Finding]:
     policy = os.environ.get("OMP_WAIT_POLICY", "")
-    cores = os.cpu_count() or 1
-    busy = os.getloadavg()[0] > cores + 0.5 if hasattr(os, "getloadavg") else False
-    remedy = "other work runs here: export OMP_WAIT_POLICY=PASSIVE before starting Python (2-4 times faster then)" if busy and not policy else ""
-    yield Finding("threads", NOTE if remedy else OK, f"OMP_WAIT_POLICY={policy or 'default'}, load {os.getloadavg()[0]:.1f} on {cores} cores", remedy)
+    cores, load = os.cpu_count() or 1, os.getloadavg()[0]
+    busy = load > cores + 0.5 and not policy
+    remedy = "other work runs here: export OMP_WAIT_POLICY=PASSIVE before starting Python (2-4 times faster then)" if busy else ""
+    yield Finding("threads", NOTE if busy else OK, f"OMP_WAIT_POLICY={policy or 'default'}, load {load:.1f} on {cores} cores", remedy)
 
 
 def _jupyter() -> Iterator[Finding]:
@@ -199,14 +207,4 @@ def _jupyter() -> Iterator[Finding]:
 
 def _schedulers() -> Iterator[Finding]:
     for what, tool, target in (("SLURM", "sbatch", "slurm"), ("Google Cloud", "gcloud", "tpu")):
-        there = bool(shutil.which(tool))
-        yield Finding(what, OK if there else NOTE, f"{tool} is here" if there else f"no {tool}", "" if there else f"needed only for --target {target}")
-
-
-def commit_of(folder: Path) -> str:
-    """The commit of the checkout around ``folder``, with a + where it has changes; empty outside one."""
-    git = shutil.which("git")
-    if not git:
-        return ""
-    done = subprocess.run([git, "-C", str(folder), "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else ""
+        yield _optional(what, f"{tool} is here" * bool(shutil.which(tool)), f"no {tool}; needed only for --target {target}")

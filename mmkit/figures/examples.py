@@ -73,7 +73,9 @@ def tokens(encoded: Any, tokenizer: Any, columns: int = 12, name: str = "tokens"
     ``encoded`` has ``ids`` and ``trained`` (`data.conversation.Encoded`).
     """
     ids, trained = np.asarray(encoded.ids)[:MAX_TOKENS], np.asarray(encoded.trained)[:MAX_TOKENS]
-    table = pd.DataFrame([{"id": int(i), "text": token_text(int(i), tokenizer), "trained": bool(t)} for i, t in zip(ids, trained, strict=True)])
+    table = pd.DataFrame(
+        [{"id": int(i), "text": token_text(int(i), tokenizer), "trained": bool(t)} for i, t in zip(ids, trained, strict=True)]
+    )
     rows = max(math.ceil(len(table) / columns), 1)
     figure, axis = blank(columns * 0.95, rows * 0.32 + 0.3)
     axis.set(xlim=(0, columns), ylim=(rows, 0))
@@ -100,7 +102,9 @@ def _token_colour(token: int, trained: bool) -> str:
     return special.get(token, "#a1d99b" if trained else "#e0e0e0")
 
 
-def answers(rows: Sequence[Mapping[str, Any]], documents: Mapping[str, Example], columns: int = 3, count: int = 6, name: str = "answers") -> Drawn:
+def answers(
+    rows: Sequence[Mapping[str, Any]], documents: Mapping[str, Example], columns: int = 3, count: int = 6, name: str = "answers"
+) -> Drawn:
     """A model's answers under their pictures; wrong ones are marked. ``rows`` are a result's rows, ``documents`` examples by key."""
     chosen = [row for row in rows if row["key"] in documents][:count]
     notes = []

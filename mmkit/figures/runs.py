@@ -14,7 +14,12 @@ from mmkit.figures.drawn import Drawn, blank
 from mmkit.figures.examples import answers as draw_answers
 from mmkit.launch.launch import Launched, read_metrics
 
-CONTROLS = {"shuffled": "same model, pictures shuffled", "prior": "best answer to the question alone", "majority": "majority answer", "chance": "chance"}
+CONTROLS = {
+    "shuffled": "same model, pictures shuffled",
+    "prior": "best answer to the question alone",
+    "majority": "majority answer",
+    "chance": "chance",
+}
 
 
 def curves(runs: str | Path | Mapping[str, str | Path], smooth: int = 0, name: str = "training") -> Drawn:
@@ -81,7 +86,9 @@ def scores(rows: Sequence[Mapping[str, Any]], name: str = "scores") -> Drawn:
     axis.bar(places, table["score"], width, yerr=half, label="model", color="C0", capsize=2)
     for number, control in enumerate(shown, 1):
         offset = [place + number * width for place in places]
-        axis.bar(offset, table[control].astype(float), width, label=CONTROLS[control], color="0.75" if control == "majority" else f"C{number}")
+        axis.bar(
+            offset, table[control].astype(float), width, label=CONTROLS[control], color="0.75" if control == "majority" else f"C{number}"
+        )
     labels = [f"{row.task}\n{row.group} (n={row.n:,})" for row in table.itertuples()]
     axis.set_xticks([place + 0.4 - width / 2 for place in places], labels, fontsize=8)
     axis.set(ylabel=metric, ylim=(0, max(1.0, float(table["score"].max()) * 1.05)))

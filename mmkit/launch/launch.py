@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from mmkit.config import ConfigError, RunConfig, to_yaml
+from mmkit.config import BackendConfig, ConfigError, RunConfig, to_yaml
 
 Record = dict[str, Any]
 WORKER = "MMKIT_WORKER"  # set in a child: train here, start nothing
@@ -53,7 +53,12 @@ class Launched:
     def numbers(self) -> dict[str, Any]:
         """What a notebook records of it, named by model and stage."""
         start = f"{self.run.preset}_{self.run.stage}"
-        found = {"steps": self.steps, "loss": self.last.get("loss"), "seconds": round(self.seconds, 1), "export": self.export and str(self.export)}
+        found = {
+            "steps": self.steps,
+            "loss": self.last.get("loss"),
+            "seconds": round(self.seconds, 1),
+            "export": self.export and str(self.export),
+        }
         return {f"{start}_{name}": value for name, value in found.items() if value is not None}
 
     def __str__(self) -> str:
@@ -111,21 +116,24 @@ def child_command(run: RunConfig) -> list[str] | None:
 
 def child_environment(run: RunConfig) -> dict[str, str]:
     """Variables that must be set before the training process imports anything; empty where none are needed."""
-    devices = run.backend.xla_devices
-    if run.backend.kind != "xla" or (os.environ.get("PJRT_DEVICE") and not devices):
+    return VARIABLES.get(run.backend.kind, lambda backend: {})(run.backend)
+
+
+def _xla_variables(backend: BackendConfig) -> dict[str, str]:
+    """What torch_xla reads on import: virtual devices of the CPU where the config asks for them, else a TPU where there is one."""
+    virtual = backend.xla_devices
+    if not virtual and os.environ.get("PJRT_DEVICE"):
         return {}
-    if _is_tpu_host() and not devices:
-        return {"PJRT_DEVICE": "TPU"}
-    return {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices or 1)}
+    host = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists() or "TPU_NAME" in os.environ
+    return {"PJRT_DEVICE": "TPU"} if host and not virtual else {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(virtual or 1)}
 
 
-def _is_tpu_host() -> bool:
-    return Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists() or "TPU_NAME" in os.environ
+VARIABLES: dict[str, Callable[[BackendConfig], dict[str, str]]] = {"xla": _xla_variables}
 
 
 def _refuse_held_devices(run: RunConfig) -> None:
     """An XLA device belongs to one process: a kernel that has touched it cannot start a child that needs it."""
-    if run.backend.kind != "xla":
+    if not child_environment(run):
         return
     core = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
     touched = getattr(core, "_xla_runtime_is_initialized", lambda: False)()

@@ -24,6 +24,7 @@ RUNTIMES = {  # software version of a TPU VM by the accelerator's family
     "v5p": "v2-alpha-tpuv5",
     "v6e": "v2-alpha-tpuv6e",
 }
+RUNS_ON = ("xla",)  # backends that drive these devices
 CORES_A_CHIP = {"v4": 2, "v5p": 2}  # these families are named by cores, the others by chips
 FOLDER = "mmkit-run"  # on the hosts, below the home folder
 
@@ -70,7 +71,7 @@ class Step:
 
 def for_slice(run: RunConfig, target: TpuConfig) -> RunConfig:
     """The run on the devices of this slice; ConfigError where it cannot work there."""
-    if run.backend.kind != "xla":
+    if run.backend.kind not in RUNS_ON:
         raise ConfigError(f"backend.kind {run.backend.kind!r} does not run on a TPU; use --backend xla")
     if target.hosts > 1 and "://" not in run.root:
         raise ConfigError(
@@ -131,7 +132,9 @@ def start(run: RunConfig, target: TpuConfig, show: bool = False) -> int:
             print("\n".join(map(str, planned)))
             return 0
         if not shutil.which("gcloud"):
-            raise ConfigError("gcloud is not on PATH; install the Google Cloud CLI and `gcloud auth login`, or use --show to see the commands")
+            raise ConfigError(
+                "gcloud is not on PATH; install the Google Cloud CLI and `gcloud auth login`, or use --show to see the commands"
+            )
         return _run(planned)
 
 

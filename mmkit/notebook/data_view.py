@@ -70,7 +70,9 @@ def lengths(run: RunConfig, mixture: Any, sample: int = 200) -> dict[str, list[i
     counted = {}
     for config, source in _named(run, mixture):
         step = max(len(source) // sample, 1)
-        counted[config.name] = [length for place in range(0, len(source), step) if (length := _length(formatter, source[place], slots))][:sample]
+        counted[config.name] = [length for place in range(0, len(source), step) if (length := _length(formatter, source[place], slots))][
+            :sample
+        ]
     return counted
 
 

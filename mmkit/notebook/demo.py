@@ -63,7 +63,9 @@ def demo(model: str = "tiny", clip: str = "clip-tiny", settings: dict[str, dict[
         print(f"\n== {step.title}", flush=True)
         outcome, results = _run_step(step, base, (settings or {}).get(step.notebook, {}))
         values |= results
-        rows.append({"notebook": step.title, "seconds": round(outcome.seconds), "state": outcome.message or "ok", "executed": str(outcome.notebook)})
+        rows.append(
+            {"notebook": step.title, "seconds": round(outcome.seconds), "state": outcome.message or "ok", "executed": str(outcome.notebook)}
+        )
         if outcome.code:
             break
     seconds = time.monotonic() - started
@@ -97,6 +99,11 @@ def write(path: Path, values: dict[str, Any]) -> None:
 def print_results(rows: list[dict[str, Any]], values: dict[str, Any], base: Path) -> None:
     """The two tables at the end: notebooks, then numbers and where the files are."""
     numbers = [{"result": name, "value": value} for name, value in values.items() if isinstance(value, (int, float))]
-    places = {"executed notebooks": "notebooks", "checkpoints": "*/*/*/checkpoints", "figures": "*/*/*/figures", "the same numbers": "demo.json"}
+    places = {
+        "executed notebooks": "notebooks",
+        "checkpoints": "*/*/*/checkpoints",
+        "figures": "*/*/*/figures",
+        "the same numbers": "demo.json",
+    }
     print("\n" + text(rows) + "\n\n" + text(numbers) + "\n")
     print(text([{"files": what, "where": str(found)} for what, pattern in places.items() for found in sorted(base.glob(pattern))]))

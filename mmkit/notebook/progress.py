@@ -36,7 +36,8 @@ def watched() -> bool:
 class Progress:
     """Shows how far a run is; call it with each record of metrics.jsonl, and `close` it (or use ``with``).
 
-    ``total`` is the number of steps, and is corrected by a record's ``total_steps``; ``live`` chooses between the curve and plain lines, by default whatever suits the place.
+    ``total`` is the number of steps, and is corrected by a record's ``total_steps``. ``live`` chooses between the curve and plain
+    lines, by default whatever suits the place.
     """
 
     def __init__(self, total: int, label: str = "step", *, live: bool | None = None, clock: Callable[[], float] = time.monotonic):
@@ -77,7 +78,9 @@ class Progress:
         """One line: how far, the loss, the speed and the time left."""
         spent = max(now - self.started, 1e-9)
         parts = [f"{self.label} {self.step}/{self.total} ({100 * self.step // self.total}%)"]
-        parts += [f"{name} {self.latest[name]:.4g}" for name in ("loss", "grad_norm", "lr") if isinstance(self.latest.get(name), (int, float))]
+        parts += [
+            f"{name} {self.latest[name]:.4g}" for name in ("loss", "grad_norm", "lr") if isinstance(self.latest.get(name), (int, float))
+        ]
         left = spent / self.step * (self.total - self.step) if self.step else math.inf
         parts.append(f"{_clock(spent)} so far" + (f", {_clock(left)} left" if 0 < left < math.inf else ""))
         return ", ".join(parts)

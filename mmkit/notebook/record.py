@@ -16,7 +16,8 @@ from mmkit.notebook.tables import Table
 def record(notebook: str, run: RunConfig, results: Mapping[str, Any] | None = None, figures: Mapping[str, Any] | None = None) -> Table:
     """Writes ``record-<notebook>.json`` into the run folder and shows it as a table.
 
-    ``results`` are the numbers the notebook reached; ``figures`` map a name to the path of its PNG, or to the figure itself, which is saved.
+    ``results`` are the numbers the notebook reached; ``figures`` map a name to the path of its PNG or to the figure itself,
+    which is saved.
     """
     folder = Path(run.folder)
     saved = {name: str(save(figure, run)) if hasattr(figure, "save") else str(figure) for name, figure in (figures or {}).items() if figure}

@@ -18,7 +18,10 @@ def trained_groups(result: Launched) -> list[dict[str, Any]]:
     if result.run.dry_run or not path.is_file():
         return []
     tables = json.loads(path.read_text(encoding="utf8")).get("tables", {})
-    adapters = [{"group": f"adapter of {row['layer']}", "tensors": row["layers"], "parameters": row["trained"]} for row in tables.get("adapters", ())]
+    adapters = [
+        {"group": f"adapter of {row['layer']}", "tensors": row["layers"], "parameters": row["trained"]}
+        for row in tables.get("adapters", ())
+    ]
     return [*tables.get("groups", ()), *adapters]
 
 
@@ -34,7 +37,9 @@ class Gallery:
         parts = []
         for path, figure in self.figures.items():
             picture = base64.b64encode(figure._repr_png_()).decode()
-            parts.append(f"<p><b>{figure.name}</b> <small>{figure.source}; {path.name}</small><br><img src='data:image/png;base64,{picture}'></p>")
+            parts.append(
+                f"<p><b>{figure.name}</b> <small>{figure.source}; {path.name}</small><br><img src='data:image/png;base64,{picture}'></p>"
+            )
         return {"text/html": "".join(parts), "text/plain": str(self)}
 
     def __str__(self) -> str:

@@ -39,7 +39,7 @@ class Outcome:
 
 def run_notebook(
     path: str | Path,
-    output: str | Path | None = None,
+    executed: str | Path | None = None,
     parameters: dict[str, Any] | None = None,
     *,
     autosave: int = 10,
@@ -48,7 +48,7 @@ def run_notebook(
 ) -> Outcome:
     """Executes a notebook and says how it ended; the executed copy is kept whatever happens.
 
-    ``output`` defaults to ``runs/notebooks/<name>.ipynb`` of the checkout. ``timeout`` bounds one cell in seconds. What cells print
+    ``executed`` defaults to ``runs/notebooks/<name>.ipynb`` of the checkout. ``timeout`` bounds one cell in seconds. What cells print
     goes to ``stream`` (standard output) while they run. Raises ConfigError before a kernel starts for a missing notebook, an unknown
     parameter or a wrong value.
     """
@@ -59,11 +59,11 @@ def run_notebook(
 
     book = nbformat.read(path, as_version=4)
     values = check(parameters or {}, of_notebook(book, path.name), "-p")
-    output = Path(output) if output else default_output(path, values)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    executed = Path(executed) if executed else default_output(path, values)
+    executed.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    code, message = _execute(book, path, output, values, autosave, timeout, stream or sys.stdout)
-    return Outcome(code, output, time.monotonic() - started, message)
+    code, message = _execute(book, path, executed, values, autosave, timeout, stream or sys.stdout)
+    return Outcome(code, executed, time.monotonic() - started, message)
 
 
 class _Shown:
@@ -99,7 +99,9 @@ def _notebooks(path: Path) -> str:
     return f"{folder}: {', '.join(sorted(book.name for book in folder.glob('*.ipynb'))) or 'none'}"
 
 
-def _execute(book: Any, path: Path, output: Path, values: dict[str, Any], autosave: int, timeout: int | None, stream: Any) -> tuple[int, str]:
+def _execute(
+    book: Any, path: Path, executed: Path, values: dict[str, Any], autosave: int, timeout: int | None, stream: Any
+) -> tuple[int, str]:
     """Runs the cells; returns the exit code and what went wrong."""
     import nbformat
     import papermill
@@ -118,7 +120,7 @@ def _execute(book: Any, path: Path, output: Path, values: dict[str, Any], autosa
     os.environ.update(environment)
     try:
         papermill.execute_notebook(
-            str(marked), str(output), values, progress_bar=False, cwd=str(path.resolve().parent), autosave_cell_every=autosave,
+            str(marked), str(executed), values, progress_bar=False, cwd=str(path.resolve().parent), autosave_cell_every=autosave,
             execution_timeout=timeout, stdout_file=_Shown(stream, token), stderr_file=_Shown(stream, token),
             config=Config(KernelManager={"transport": "ipc"}),  # a socket file only this user can open, not a port
         )  # fmt: skip
@@ -126,40 +128,40 @@ def _execute(book: Any, path: Path, output: Path, values: dict[str, Any], autosa
     except papermill.PapermillExecutionError as error:
         user = error.ename in ("ConfigError", "TooLargeError")
         code = USER_ERROR if user else NOTEBOOK_ERROR
-        message = error.evalue if user else f"{error.ename} in cell {_shown_cell(output)}: {error.evalue}"
+        message = error.evalue if user else f"{error.ename} in cell {_shown_cell(executed)}: {error.evalue}"
     except CellTimeoutError as error:
         code, message = NOTEBOOK_ERROR, f"a cell ran longer than {timeout} s: {str(error).splitlines()[0]}"
     except DeadKernelError:
         code = KERNEL_DIED
-        message = f"the kernel died in cell {_shown_cell(output)}, often for want of memory; what was saved is in {output}"
+        message = f"the kernel died in cell {_shown_cell(executed)}, often for want of memory; what was saved is in {executed}"
     finally:
         folder.cleanup()
         _restore(before)
         _end_processes(token)
-    return _judge(path, output, token, code, message)
+    return _judge(path, executed, token, code, message)
 
 
-def _judge(path: Path, output: Path, token: str, code: int, message: str) -> tuple[int, str]:
+def _judge(path: Path, executed: Path, token: str, code: int, message: str) -> tuple[int, str]:
     """Takes the end mark out of the saved notebook; without its output a run that looked fine is an error after all."""
     import nbformat
 
-    book = nbformat.read(output, as_version=4)
+    book = nbformat.read(executed, as_version=4)
     endings = [cell for cell in book.cells if "mmkit-end" in cell.metadata.get("tags", [])]
     reached = any(token in out.get("text", "") for cell in endings for out in cell.outputs)
     if code == OK and not reached:
-        code, message = NOTEBOOK_ERROR, f"cell {_shown_cell(output)} stopped the notebook without an error of its own"
+        code, message = NOTEBOOK_ERROR, f"cell {_shown_cell(executed)} stopped the notebook without an error of its own"
     book.cells = [cell for cell in book.cells if cell not in endings]
     book.metadata["papermill"]["input_path"] = path.name
     book.metadata["mmkit"] = {"code": code, "message": message}
-    nbformat.write(book, output)
+    nbformat.write(book, executed)
     return code, message
 
 
-def _shown_cell(output: Path) -> str:
+def _shown_cell(executed: Path) -> str:
     """Number (from 1, counting code cells of the executed copy) and first line of the cell in which a run stopped."""
     import nbformat
 
-    book = nbformat.read(output, as_version=4)
+    book = nbformat.read(executed, as_version=4)
     codes = [cell for cell in book.cells if cell.cell_type == "code" and cell.source.strip()]
     begun = [i for i, cell in enumerate(codes) if cell.metadata.get("papermill", {}).get("start_time")]
     index = begun[-1] if begun else 0

@@ -70,6 +70,8 @@ def text(rows: Sequence[Row]) -> str:
     numeric = [all(isinstance(row.get(name), (int, float, type(None))) for row in rows) for name in names]
     lines = [names, *cells]
     return "\n".join(
-        "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(line, widths, numeric, strict=True)).rstrip()
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(line, widths, numeric, strict=True)
+        ).rstrip()
         for line in lines
     )

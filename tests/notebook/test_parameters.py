@@ -64,7 +64,16 @@ def test_values_become_the_declared_type(kind, value, want):
 
 
 @pytest.mark.parametrize(
-    ("kind", "value"), [("int", "7.5"), ("bool", "maybe"), ("str", 7), ("int", "(1, 2)"), ("list[int]", "{1, x}"), ("float", None), ("dict[int, str]", {"None": "a"})]
+    ("kind", "value"),
+    [
+        ("int", "7.5"),
+        ("bool", "maybe"),
+        ("str", 7),
+        ("int", "(1, 2)"),
+        ("list[int]", "{1, x}"),
+        ("float", None),
+        ("dict[int, str]", {"None": "a"}),
+    ],
 )
 def test_values_that_do_not_fit_are_refused_by_name(kind, value):
     with pytest.raises(ConfigError, match=r"x = .*from -p.* is not of type"):

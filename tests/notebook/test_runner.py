@@ -20,7 +20,11 @@ def test_a_good_notebook_ends_with_0_and_carries_no_trace_of_the_end_mark(tmp_pa
     assert outcome.code == OK and outcome.message == ""
     assert "hello 13b 0.0001 float" in stream.getvalue()
     done = nbformat.read(outcome.notebook, as_version=4)
-    assert [cell.source.splitlines()[0] for cell in done.cells] == ['model: str = "tiny"  # a preset', "# Parameters", "print('hello', model, lr, type(lr).__name__)"]
+    assert [cell.source.splitlines()[0] for cell in done.cells] == [
+        'model: str = "tiny"  # a preset',
+        "# Parameters",
+        "print('hello', model, lr, type(lr).__name__)",
+    ]
 
 
 def test_a_failing_magic_is_a_notebook_error_that_names_its_cell(tmp_path, write):
@@ -42,7 +46,9 @@ def test_a_wrong_setting_inside_the_notebook_is_a_user_error_with_its_message_al
 
 
 def test_a_dead_kernel_has_its_own_code_and_leaves_no_child(tmp_path, write):
-    spawn = "import subprocess, os; child = subprocess.Popen(['sleep', '300'], start_new_session=True); print('child', child.pid, flush=True)"
+    spawn = (
+        "import subprocess, os; child = subprocess.Popen(['sleep', '300'], start_new_session=True); print('child', child.pid, flush=True)"
+    )
     book = write(tmp_path, spawn, "import time; time.sleep(1); os._exit(137)", "print('never')")
     stream = io.StringIO()
     outcome = run_notebook(book, tmp_path / "out.ipynb", stream=stream)
@@ -53,7 +59,8 @@ def test_a_dead_kernel_has_its_own_code_and_leaves_no_child(tmp_path, write):
 
 
 def test_output_of_a_long_cell_is_saved_while_it_runs(tmp_path, write):
-    watch = "import time, pathlib\nfor i in range(6):\n    print('early', i, flush=True)\n    time.sleep(0.5)\nprint('saved', 'early 1' in pathlib.Path('out.ipynb').read_text())"
+    early = "import time, pathlib\nfor i in range(6):\n    print('early', i, flush=True)\n    time.sleep(0.5)\n"
+    watch = early + "print('saved', 'early 1' in pathlib.Path('out.ipynb').read_text())"
     book = write(tmp_path, watch)
     stream = io.StringIO()
     assert run_notebook(book, tmp_path / "out.ipynb", autosave=1, stream=stream).code == OK
@@ -67,7 +74,12 @@ def test_a_cell_over_its_time_is_a_notebook_error(tmp_path, write):
 
 @pytest.mark.parametrize(
     ("values", "words"),
-    [({"lrr": "1e-4"}, "did you mean 'lr'"), ({"lr": "fast"}, "lr = 'fast'"), ({"show": "maybe"}, "show = 'maybe'"), ({"model": 7}, "quote it")],
+    [
+        ({"lrr": "1e-4"}, "did you mean 'lr'"),
+        ({"lr": "fast"}, "lr = 'fast'"),
+        ({"show": "maybe"}, "show = 'maybe'"),
+        ({"model": 7}, "quote it"),
+    ],
 )
 def test_wrong_parameters_are_refused_before_a_kernel_starts(tmp_path, write, values, words):
     started = time.monotonic()

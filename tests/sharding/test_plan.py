@@ -16,7 +16,19 @@ from torch import nn
 
 from mmkit.config import ConfigError, LoraConfig, TrainConfig, changed, load
 from mmkit.sharding.plan import (
-    GIB, Machine, Part, Plan, TooLargeError, accelerator, activation_needs, count_parts, duration, make_plan, size, split_of, state_needs
+    GIB,
+    Machine,
+    Part,
+    Plan,
+    TooLargeError,
+    accelerator,
+    activation_needs,
+    count_parts,
+    duration,
+    make_plan,
+    size,
+    split_of,
+    state_needs,
 )  # fmt: skip
 
 LAPTOP = Machine("laptop", 1, 16 * GIB, 1e11, shared=True)
@@ -29,7 +41,9 @@ class Toy(nn.Module):
     def __init__(self, width: int = 128):
         super().__init__()
         self.connector = nn.Linear(width, width)
-        self.language = nn.Sequential(nn.Embedding(64, width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.LayerNorm(width))
+        self.language = nn.Sequential(
+            nn.Embedding(64, width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.LayerNorm(width)
+        )
         self.head = nn.Linear(width, 64, bias=False)
 
 
@@ -40,7 +54,14 @@ def a_run(**overrides):
 @pytest.fixture(scope="module")
 def counted() -> dict:
     """Bytes on rank 0 of two processes, measured in a child."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(Path(__file__).with_name("count_bytes.py"))]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(Path(__file__).with_name("count_bytes.py")),
+    ]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment | {"OMP_NUM_THREADS": "1"})
     found = re.search(r"COUNTED (\{.*\})", done.stdout)
@@ -52,7 +73,11 @@ def counted() -> dict:
 def test_weights_and_optimizer_are_within_a_tenth_of_the_bytes_a_backend_keeps(counted, name):
     layer = 128 * 128 + 128
     parts = (Part("connector", 4 * layer, trained=4 * layer), Part("language", 4 * layer))
-    kind = {"backend.kind": "torch", "backend.strategy": name} if name in ("fsdp", "ddp") else {"backend.kind": "deepspeed", "backend.zero_stage": name[-1]}
+    kind = (
+        {"backend.kind": "torch", "backend.strategy": name}
+        if name in ("fsdp", "ddp")
+        else {"backend.kind": "deepspeed", "backend.zero_stage": name[-1]}
+    )
     run = a_run(precision="fp32", global_batch=8, **kind, **{"backend.processes": 2})
     needs = state_needs(run, parts, 2)
     assert sum(need.weights for need in needs) == pytest.approx(counted[name]["weights"], rel=0.1)
@@ -112,7 +137,9 @@ def test_language_activations_are_near_what_backward_keeps():
     """Counted by hooks on what autograd saves, for a small Llama, all its weights trained."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    run = a_run(trainable="[language]", precision="fp32", device_batch=2, global_batch=2, checkpoint_blocks=False, **{"data.max_length": 256})
+    run = a_run(
+        trainable="[language]", precision="fp32", device_batch=2, global_batch=2, checkpoint_blocks=False, **{"data.max_length": 256}
+    )
     architecture = run.model.language.architecture | {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
     architecture = {key: value for key, value in architecture.items() if key != "model_type"}
     model = LlamaForCausalLM(LlamaConfig(**architecture, attn_implementation="sdpa"))
@@ -139,7 +166,16 @@ def test_too_large_says_what_it_needs_what_there_is_and_two_ways_on():
     with pytest.raises(TooLargeError) as caught:
         plan.check()
     message = str(caught.value)
-    for words in ("13b/finetune does not fit", "weights", "gradients", "optimizer", "activations", "16.0 GiB", "dry_run True", run.intended_for):
+    for words in (
+        "13b/finetune does not fit",
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "16.0 GiB",
+        "dry_run True",
+        run.intended_for,
+    ):
         assert words in message
     assert isinstance(caught.value, ConfigError)
 
@@ -170,7 +206,9 @@ def test_published_full_runs_fit_their_accelerators_and_no_laptop(preset):
     run = load(preset, "finetune")
     parts = (Part("language", 7 * 10**9, trained=7 * 10**9), Part("connector", 10**8, trained=10**8), Part("encoders", 10**9))
     assert not make_plan(run, parts, LAPTOP).fits
-    many = changed(run, backend__kind="deepspeed", backend__zero_stage=3, backend__processes=8, train__global_batch=64, train__device_batch=1)
+    many = changed(
+        run, backend__kind="deepspeed", backend__zero_stage=3, backend__processes=8, train__global_batch=64, train__device_batch=1
+    )
     assert make_plan(many, parts, accelerator("h100-80gb", 8)).fits
 
 

@@ -1,0 +1,105 @@
+"""Before a run starts: full-size models are counted and their shapes checked without memory, and missing data is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmkit.config import ConfigError, load
+from mmkit.launch import preflight as before
+from mmkit.launch.preflight import (
+    check_examples,
+    count,
+    data_rows,
+    host_memory,
+    meta_batch,
+    nvidia_gpus,
+    overview,
+    plan_of,
+    preflight,
+    this_machine,
+)
+from mmkit.sharding.plan import GIB, Machine, TooLargeError
+
+LAPTOP = Machine("laptop", 1, 16 * GIB, 1e11, shared=True)
+
+
+def test_a_debug_twin_is_counted_as_it_is_built():
+    from mmkit.models.build import build
+
+    run = load("8b-debug", "finetune")
+    built = sum(p.numel() for p in build(run.model, weights=False).parameters())
+    assert sum(part.parameters for part in count(run)) == built
+
+
+def test_a_dry_run_sends_the_full_size_shapes_through_the_model(capsys):
+    run = load("ferret-7b", "finetune", {"dry_run": True, "device_batch": 1, "max_length": 1024})
+    report = preflight(run, LAPTOP)
+    shapes = {row["tensor"]: row["shape"] for row in report.shapes}
+    assert shapes["hidden states"] == (1, 1024, 4096) and shapes["images.0"] == (1, 1, 3, 336, 336) and "region_points" in shapes
+    trainable = {row["component"]: row["trainable"] for row in report.rows()}
+    assert trainable["regions"] > 0 and trainable["encoders"] == 0
+    assert all(row["state"].startswith("not here") for row in report.sources)
+    for shown in (str(report), report._repr_html_()):
+        assert "hidden states" in shown and "language" in shown and "does not fit" in shown
+
+
+def test_the_same_run_without_dry_run_is_too_large_before_data_is_looked_at():
+    with pytest.raises(TooLargeError, match="two ways on"):
+        preflight(load("ferret-7b", "finetune"), LAPTOP)
+
+
+def test_parts_that_do_not_fit_together_fail_in_a_dry_run(monkeypatch):
+    run = load("8b-debug", "pretrain", {"dry_run": True})
+    monkeypatch.setattr(before, "meta_batch", lambda run: {**meta_batch(run), "images.0": meta_batch(run)["images.0"][..., :10, :10]})
+    with pytest.raises((ValueError, RuntimeError, AssertionError)):
+        preflight(run, LAPTOP)
+
+
+def test_missing_data_stops_a_run_and_is_a_row_of_a_dry_run(tmp_path):
+    source = [{"name": "mine", "format": "llava", "path": str(tmp_path / "none.jsonl")}]
+    run = load("8b-debug", "pretrain", {"data.sources": source})
+    with pytest.raises(ConfigError, match="'mine'.*none.jsonl"):
+        data_rows(run)
+    rows, total = data_rows(load("8b-debug", "pretrain", {"data.sources": source, "dry_run": True}))
+    assert total is None and rows[0]["state"].startswith("not here")
+    [row] = check_examples(run)
+    assert row["bad"] == 1 and "none.jsonl" in row["first fault"]
+
+
+def test_undecodable_pictures_are_counted_with_the_first_fault(tmp_path):
+    (tmp_path / "broken.jpg").write_bytes(b"no picture")
+    records = (
+        '[{"id": "a", "image": "broken.jpg", "conversations": [{"from": "human", "value": "<image>\\nq"}, {"from": "gpt", "value": "a"}]}]'
+    )
+    (tmp_path / "data.json").write_text(records)
+    source = [{"name": "mine", "format": "llava", "path": str(tmp_path / "data.json"), "images": str(tmp_path)}]
+    [row] = check_examples(load("8b-debug", "pretrain", {"data.sources": source}))
+    assert (row["examples"], row["opened"], row["bad"]) == (1, 0, 1) and "broken.jpg" in row["first fault"]
+
+
+def test_overview_says_what_fits_here():
+    small, large = overview(["8b-debug", "llava-7b"], "finetune")
+    assert small["fits"] and large["parameters"] > 6.5e9 and large["meant for"]
+
+
+def test_this_machine_is_measured_without_opening_an_accelerator(monkeypatch):
+    monkeypatch.setattr(before, "nvidia_gpus", lambda: [])
+    machine = this_machine(2)
+    assert machine.shared and machine.devices == 2 and 0 < machine.memory == host_memory()
+    monkeypatch.setattr(before, "nvidia_gpus", lambda: [("Card", 80 * GIB)] * 4)
+    assert not this_machine(4).shared and this_machine(4).memory == 80 * GIB
+
+
+def test_gpus_are_read_from_the_driver_tool(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'Card A, 81559'\necho 'Card A, 81559'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert nvidia_gpus() == [("Card A", 81559 * 2**20)] * 2
+    tool.write_text("#!/bin/sh\necho 'no devices were found'; exit 6\n")
+    assert nvidia_gpus() == []
+
+
+def test_a_plan_for_named_devices_needs_no_such_device():
+    plan = plan_of(load("8b-debug", "finetune"), device="h100-80gb", devices=1, samples=100, price=2.0)
+    assert plan.machine.name == "H100 80GB" and plan.fits and plan.steps == 4
