@@ -54,6 +54,7 @@ class ConnectorConfig(Settings):
     heads: int = 16
     depth: int = Field(3, ge=1)  # SVA layers, or linear layers of the MLP
     query_sides: tuple[int, ...] = (24,)  # one learned query a group, on a grid of this side
+    grid_side: int | None = Field(None, gt=0)  # of the grid the language model sees; None = the largest query side
     newline: bool = True  # one learned token after each row of the grid
 
 
@@ -107,7 +108,7 @@ class VlmConfig(Settings):
         if self.connector.kind == "sva":
             if self.connector.width % self.connector.heads:
                 raise ValueError(f"connector.width {self.connector.width} does not divide by heads {self.connector.heads}")
-            for query in self.connector.query_sides:
+            for query in (*self.connector.query_sides, self.grid_side):
                 if bad := [side for side in sides if side % query]:
                     raise ValueError(f"encoder side {bad[0]} does not divide by query side {query}; use a multiple of {query}")
         elif len(set(sides)) > 1:
@@ -119,7 +120,7 @@ class VlmConfig(Settings):
     @property
     def grid_side(self) -> int:
         """Side q of the image grid the language model sees."""
-        return self.connector.query_sides[0] if self.connector.kind == "sva" else self.encoders[0].side
+        return self.connector.grid_side or max(self.connector.query_sides) if self.connector.kind == "sva" else self.encoders[0].side
 
     @property
     def n_image_tokens(self) -> int:
@@ -495,6 +496,5 @@ def _explain(problem: dict, source: str) -> str:
         leaf = path.rsplit(".", 1)[-1]
         return f"no setting {path!r} (from {source}){nearest(leaf, {name.rsplit('.', 1)[-1] for name in setting_names()})}"
     message = problem["msg"].removeprefix("Value error, ")
-    value = problem["input"]
-    shown = f" = {value!r}" if not isinstance(value, dict) else ""
+    shown = "" if isinstance(problem["input"], dict) else f" = {problem['input']!r}"
     return f"{path or 'run'}{shown} (from {source}): {message}"

@@ -141,7 +141,7 @@ class SeparateLayer(nn.Module):
         self.context = nn.Linear(width, width, bias=False)
         self.query_in = nn.Linear(d_query + width, width, bias=False)
         self.positions = _positions(window_sides, width)
-        self.gate = _bias_free_mlp(d_query + width, width, len(window_sides))
+        self.gate = _bias_free_mlp(d_query + width, width, len(window_sides)) if len(window_sides) > 1 else None
         self.sources = nn.ModuleList(
             CrossAttention(width, width, 1, heads) if r > 1 else _bias_free_mlp(width, width, width) for r in window_sides
         )
@@ -151,7 +151,7 @@ class SeparateLayer(nn.Module):
     def forward(self, x: Tensor, context: Tensor, mask: Tensor, *windows: Tensor) -> Tensor:
         """As `JointLayer.forward`."""
         joined = torch.cat([x, self.context(context)], dim=-1)
-        shares = self.gate(joined).softmax(-1)  # (N, 1, E)
+        shares = self.gate(joined).softmax(-1) if self.gate else torch.ones_like(joined[..., :1])  # (N, 1, E)
         h = self.query_in(joined)
         masks = mask.split(self.window_cells, dim=1)
         seen = [
@@ -184,6 +184,7 @@ class SpatialVisionAggregator(nn.Module):
     def __init__(self, config: ConnectorConfig, widths: Sequence[int], sides: Sequence[int], d_language: int):
         super().__init__()
         self.sides, self.query_sides = tuple(sides), tuple(config.query_sides)
+        self.grid_side = config.grid_side or max(config.query_sides)
         width = config.width
         self.projections = nn.ModuleList(
             nn.Sequential(nn.Linear(w, width), nn.GELU(), nn.Linear(width, width), nn.LayerNorm(width)) for w in widths
@@ -201,12 +202,12 @@ class SpatialVisionAggregator(nn.Module):
         """features: per encoder (n, S*S, C); sizes (n, 2) original (width, height)."""
         projected = [project(f) for project, f in zip(self.projections, features, strict=True)]  # (n, S*S, V)
         context = projected[0].mean(1)  # over all cells of the first encoder, padding too, as trained
-        memories = [self.memory(projected, context, sizes, q) for q in self.query_sides]
-        grids = [self.sample(g, memory) for g, memory in enumerate(memories)]
+        memories = {q: self.memory(projected, context, sizes, q) for q in {*self.query_sides, self.grid_side}}
+        grids = [self.sample(group, memories[q]) for group, q in enumerate(self.query_sides)]
         tokens = self.output(torch.cat(grids, dim=-1))  # (n, q*q, G*V) -> (n, q*q, D)
         if self.newline is not None:
             tokens = add_newlines(tokens, self.newline)
-        return ConnectorOutput(tokens, memories[0])
+        return ConnectorOutput(tokens, memories[self.grid_side])
 
     def memory(self, projected: Sequence[Tensor], context: Tensor, sizes: Tensor, side: int) -> VisionMemory:
         """Windows and masks of every encoder for a query grid of this side."""
@@ -215,12 +216,12 @@ class SpatialVisionAggregator(nn.Module):
         return VisionMemory(context, windows, mask)
 
     def sample(self, group: int, memory: VisionMemory) -> Tensor:
-        """The group's queries, resized to the base grid: (n, q*q, V)."""
-        q, base = self.query_sides[group], self.query_sides[0]
+        """The group's queries after its sampler, resized to the language model's grid: (n, q*q, V)."""
+        q = self.query_sides[group]
         n, width = memory.context.shape
         x = self.queries[group].to(memory.context.dtype).expand(n * q * q, 1, width)
         x = self.groups[group](x, each_cell(memory.context, q), memory.mask, *memory.windows)
-        return resize_grid(x.view(n, q * q, width), base)
+        return resize_grid(x.view(n, q * q, width), self.grid_side)
 
 
 class MlpConnector(nn.Module):
@@ -231,7 +232,8 @@ class MlpConnector(nn.Module):
         depth = {"mlp": config.depth, "linear": 1, "identity": 0}[config.kind]
         if not depth and sum(widths) != d_language:
             raise ValueError(
-                f"connector.kind 'identity' needs encoder widths that sum to the language model's {d_language}, not {sum(widths)}; use 'linear'"
+                f"connector.kind 'identity' needs encoder widths that sum to the language model's {d_language}, "
+                f"not {sum(widths)}; use 'linear'"
             )
         layers: list[nn.Module] = [nn.Linear(sum(widths), d_language)] if depth else []
         for _ in range(depth - 1):
@@ -278,7 +280,8 @@ def check_features(features: Sequence[Tensor], widths: Sequence[int], sides: Seq
     for index, (grid, width, side) in enumerate(zip(features, widths, sides)):
         if grid.shape[1] != side * side:
             raise ValueError(
-                f"encoder {index} gave {grid.shape[1]} tokens, the connector expects {side}x{side} = {side * side}; set encoders.{index}.side"
+                f"encoder {index} gave {grid.shape[1]} tokens, the connector expects {side}x{side} = {side * side}; "
+                f"set encoders.{index}.side"
             )
         if grid.shape[2] != width:
             raise ValueError(f"encoder {index} gave tokens of width {grid.shape[2]}, the connector expects {width}; check encoders.{index}")

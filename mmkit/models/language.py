@@ -6,7 +6,6 @@ questions about one image and cached keys are all one comparison between query a
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmkit.config import LanguageConfig
+from mmkit.config import LanguageConfig, nearest
 
 if TYPE_CHECKING:
     from transformers import Cache, PretrainedConfig, PreTrainedModel
@@ -82,8 +81,7 @@ def hf_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
     for name in ("hidden_act", "hidden_activation", "activation_function"):
         value = fields.get(name)
         if value is not None and value not in ACT2FN:
-            near = difflib.get_close_matches(str(value), list(ACT2FN), n=1)
-            raise ValueError(f"language.architecture.{name} {value!r} is not an activation of transformers" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise ValueError(f"language.architecture.{name} {value!r} is not an activation of transformers{nearest(value, ACT2FN)}")
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
@@ -156,7 +154,9 @@ def attention_masks(language: PreTrainedModel, query: Places, key: Places, dtype
     full = visible(query, key)[:, None]
     kinds = set(getattr(config, "layer_types", None) or ())
     if unknown := kinds - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"language model {config.model_type!r} has layers of type {min(unknown)!r}; only attention layers can be packed and padded")
+        raise ValueError(
+            f"language model {config.model_type!r} has layers of type {min(unknown)!r}; only attention layers can be packed and padded"
+        )
     window = getattr(config, "sliding_window", None)
     masks = {"full_attention": full}
     if window and kinds != {"full_attention"}:

@@ -138,7 +138,8 @@ class VisionLanguageModel(nn.Module):
     def encode(self, images: Sequence[Tensor]) -> list[Tensor]:
         """Per encoder (n, 3, h, w) -> (n, side*side, C); without a graph where the encoder is frozen."""
         if len(images) != len(self.encoders):
-            raise ValueError(f"{len(images)} image tensors for {len(self.encoders)} encoders; give images.0 to images.{len(self.encoders) - 1}")
+            wanted = len(self.encoders)
+            raise ValueError(f"{len(images)} image tensors for {wanted} encoders; give images.0 to images.{wanted - 1}")
         out = []
         for encoder, pixels in zip(self.encoders, images, strict=True):
             trained = any(parameter.requires_grad for parameter in encoder.parameters())
@@ -223,11 +224,14 @@ def _check_parts(config: VlmConfig, language: PreTrainedModel, encoders: Sequenc
         raise ValueError(f"config.encoders lists {len(config.encoders)} encoders, {len(encoders)} were given")
     for index, (encoder, wanted) in enumerate(zip(encoders, config.encoders)):
         if encoder.side != wanted.side:
-            raise ValueError(f"encoder {index} ({wanted.name}) has a {encoder.side}x{encoder.side} grid, the config says side {wanted.side}")
+            side = encoder.side
+            raise ValueError(f"encoder {index} ({wanted.name}) has a {side}x{side} grid, the config says side {wanted.side}")
     layers = text_config(language).num_hidden_layers
     samplers = config.samplers
     if samplers and (last := samplers.start + (samplers.count - 1) * samplers.stride) >= layers:
-        raise ValueError(f"the last in-LLM sampler would follow layer {last}, the language model has layers 0 to {layers - 1}; use fewer samplers")
+        raise ValueError(
+            f"the last in-LLM sampler would follow layer {last}, the language model has layers 0 to {layers - 1}; use fewer samplers"
+        )
 
 
 SHARDING = (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from math import isqrt
 
 import torch
 
-from mmkit.config import ConnectorConfig
+from mmkit.config import EncoderConfig
 from mmkit.letterbox import cropped, n_slots, padding, visible_cells, visible_slots
 from mmkit.models.connectors import JointLayer, SeparateLayer, SpatialVisionAggregator, TokenSampler, to_windows, window_mask
+from mmkit.models.convert.config import vlm_config
 from mmkit.models.convert.names import ours, rename, sampler_ours
 from tests.golden_checks.case import Case
 
@@ -32,11 +34,10 @@ def vision_token_sampler(case: Case) -> None:
 def sva_connector(case: Case) -> None:
     """The connector alone: projections, windows, masks, groups, tokens, crops, and the memory of in-LLM samplers."""
     connector, features, sizes = _connector(case), case.many("in.features"), case["in.image_sizes_wh"]
-    q = connector.query_sides[0]
     projected = [project(f) for project, f in zip(connector.projections, features, strict=True)]
     for index, grid in enumerate(projected):
         case.close(grid, f"mid.aux_projected.{index}")
-        case.close(to_windows(grid, q), f"mid.kv_window.0.{index}")
+        case.close(to_windows(grid, connector.query_sides[0]), f"mid.kv_window.0.{index}")
     context = projected[0].mean(1)
     case.close(context, "mid.global_context")
     for group, side in enumerate(connector.query_sides):
@@ -51,17 +52,15 @@ def sva_connector(case: Case) -> None:
 
 def _connector(case: Case) -> SpatialVisionAggregator:
     config = case.json["config"]
-    wanted = ConnectorConfig(
-        width=config["vision_hidden_size"], depth=config["connector_depth"], query_sides=[int(n**0.5) for n in config["query_num_list"]]
-    )
-    sides = [int(n**0.5) for n in config["mm_vision_tower_aux_token_len_list"]]
+    sides = [isqrt(n) for n in config["mm_vision_tower_aux_token_len_list"]]
+    wanted = vlm_config(config, [EncoderConfig(name="given", side=side) for side in sides]).connector
     connector = SpatialVisionAggregator(wanted, config["encoder_hidden_sizes"], sides, config["hidden_size"])
     connector.load_state_dict({name.removeprefix("connector."): t for name, t in rename(case.weights, ours).items()})
     return connector
 
 
 def _tokens(case: Case, connector, features, sizes) -> None:
-    q = connector.query_sides[0]
+    q = connector.grid_side
     tokens, memory = connector(features, sizes)
     grid = tokens.unflatten(1, (q, q + 1))[:, :, :q].flatten(1, 2)
     case.close(grid, "out.infer.projected_grid")

@@ -98,7 +98,8 @@ def test_weights_come_from_a_folder_and_a_larger_vocabulary_adds_mean_rows(tmp_p
     model.save_pretrained(tmp_path)
     config = tiny("llama", vocab_size=66).model_copy(update={"source": str(tmp_path)})
     grown = load_language(config)
-    for table, old in ((grown.get_input_embeddings(), model.get_input_embeddings()), (grown.get_output_embeddings(), model.get_output_embeddings())):
+    tables = [(m.get_input_embeddings(), m.get_output_embeddings()) for m in (grown, model)]
+    for table, old in zip(*tables, strict=True):
         assert torch.equal(table.weight[:64], old.weight) and table.weight.shape[0] == 66
         torch.testing.assert_close(table.weight[65], old.weight.mean(0))
     assert torch.equal(grown.model.norm.weight, model.model.norm.weight)

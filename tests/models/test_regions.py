@@ -40,7 +40,8 @@ def test_transposed_reads_row_x_and_column_y():
     grid[0, 5 * 6 + 0] = 1.0  # row 5, column 0
     point = torch.tensor([[[[1.0, 0.0]]]])  # x = 1, y = 0
     image = torch.zeros(1, 1, dtype=torch.long)
-    assert read_points(grid, point, image, 6, transposed=True).item() == 1 and read_points(grid, point, image, 6, transposed=False).item() == 0
+    assert read_points(grid, point, image, 6, transposed=True).item() == 1
+    assert read_points(grid, point, image, 6, transposed=False).item() == 0
 
 
 def test_farthest_and_nearest_points_equal_a_greedy_loop():

@@ -30,8 +30,9 @@ rows = [
 batches = []
 for row in rows:
     batch = batch_of(model.config, *row, images=2)
-    grown = {{n: torch.nn.functional.pad(t, (0, 64 - t.shape[1])) if n in ("input_ids", "segments", "positions") else t for n, t in batch.items()}}
-    batches.append(region_batch(model, grown))
+    for name in ("input_ids", "segments", "positions"):
+        batch[name] = torch.nn.functional.pad(batch[name], (0, 64 - batch[name].shape[1]))
+    batches.append(region_batch(model, batch))
 want = []
 for batch in batches:
     model.zero_grad()

@@ -132,7 +132,10 @@ def test_fixed_and_cropped_sequences_give_the_same_text_in_any_family(family):
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("connector", [{"newline": False}, {"kind": "sva", "query_sides": [4, 2]}, {"depth": 1}])
+@pytest.mark.parametrize(
+    "connector",
+    [{"newline": False}, {"query_sides": [4, 2]}, {"query_sides": [2, 4]}, {"query_sides": [2, 1], "grid_side": 4}, {"depth": 1}],
+)
 def test_fixed_and_cropped_sequences_agree_for_other_connectors(connector):
     fixed, cropped = model_of(**connector), model_of(crop=True, **connector)
     cropped.load_state_dict(fixed.state_dict())
@@ -369,7 +372,10 @@ def test_a_row_stops_at_a_stop_token_and_others_go_on():
 def test_sampling_repeats_with_a_generator_and_turns_greedy_when_cold():
     model = model_of().train()
     batch = batch_of(model.config, *ROWS[:2])
-    draw = lambda seed, **settings: generate(model, batch, 8, sampling=Sampling(generator=torch.Generator().manual_seed(seed), **settings))  # noqa: E731
+
+    def draw(seed, **settings):
+        return generate(model, batch, 8, sampling=Sampling(generator=torch.Generator().manual_seed(seed), **settings))
+
     assert draw(1, temperature=2.0) == draw(1, temperature=2.0) != draw(2, temperature=2.0)
     assert draw(1, temperature=1e-4) == draw(1, temperature=1.0, top_p=1e-6) == generate(model, batch, 8)
     assert model.training

@@ -147,9 +147,11 @@ def _connector(original: Mapping[str, Any], system: str) -> ConnectorConfig:
     kind, newline = original.get("mm_projector_type") or "linear", system == "cambrian"
     if kind == "sva":
         sides = tuple(_side(count, "query_num_list entry") for count in original["query_num_list"])
+        grid = _side(original["image_token_len"], "image_token_len") if "image_token_len" in original else None
         return ConnectorConfig(
-            kind="sva", width=original["vision_hidden_size"], depth=original["connector_depth"], query_sides=sides, newline=newline
-        )
+            kind="sva", width=original["vision_hidden_size"], depth=original["connector_depth"], query_sides=sides, newline=newline,
+            grid_side=None if grid == max(sides) else grid,
+        )  # fmt: skip
     if kind in ("linear", "identity"):
         return ConnectorConfig(kind=kind, newline=newline)
     if match := re.fullmatch(r"mlp(\d+)x_gelu", kind):
