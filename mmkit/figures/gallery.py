@@ -11,8 +11,8 @@ from mmkit.figures.drawn import Drawn
 FIGURES: dict[str, Callable[[], Drawn]] = {
     draw.__name__: draw
     for draw in (
-        published.cambrian_benchmarks, published.cambrian_encoder_comparison, published.cambrian_encoder_ensemble, published.cambrian_connector,
-        published.cambrian_data_curation, published.cambrian_threshold, published.cambrian_threshold_cumulative, published.cambrian_mixture,
+        published.cambrian_benchmarks, published.cambrian_encoder_comparison, published.cambrian_encoder_ensemble,
+        published.cambrian_connector, published.cambrian_data_curation, published.cambrian_threshold, published.cambrian_threshold_cumulative, published.cambrian_mixture,
         published.cambrian_composition, published.cambrian_two_stage, published.cambrian_clip_vs_dinov2, published.cambrian_linear_probe,
         published.cambrian_attention, published.ferret_referring, published.ferret_grounding, published.ferret_pope, published.ferret_bench,
         scaling.scaling_law, scaling.learning_curves, scaling.stability_timeline, scaling.l14_results, scaling.model_profile,
