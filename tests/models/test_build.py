@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mmkit.config import ClipConfig, ConfigError, load
+from mmkit.config import ConfigError, load
 from mmkit.models import clip, vlm
 from mmkit.models.build import SkipInit, build, encoder_transform, image_transforms, tokenizer
 from tests.models import twins
@@ -96,7 +96,7 @@ def test_a_published_preset_has_its_exact_size_without_memory(name):
 
 def test_clip_vit_l_14_has_427_62_million_parameters():
     """open_clip's profile of the laion2B run: 303.97M image + 123.65M text; text: 49408 x 768 words, 77 places, 12 layers, norm, 768 x 768."""
-    model = build(ClipConfig(name="ViT-L-14"), device="meta")
+    model = build(load("clip-vit-l-14", "pretrain").model, device="meta")
     found = counts(model, clip.COMPONENTS)
     layer = 4 * 768 + 4 * (768 * 768 + 768) + (768 * 3072 + 3072) + (3072 * 768 + 768)
     assert found == {"image": 303_966_208, "text": 49408 * 768 + 77 * 768 + 12 * layer + 2 * 768 + 768 * 768, "scale": 1}

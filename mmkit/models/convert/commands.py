@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmkit.config import ClipConfig, ConfigError, ModelConfig, load
 from mmkit.models import build, pretrained
-from mmkit.models.convert import export, files, published
+from mmkit.models.convert import export, files, openclip, published
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +21,11 @@ def import_published(source: str, target: str, preset: str | None = None, base: 
     _check_new(target)
     wanted = load(preset, "eval").model if preset else None
     encoders = None if wanted is None or isinstance(wanted, ClipConfig) else wanted.encoders
-    if isinstance(wanted, ClipConfig) and base is None:
-        base = wanted.name
-    model, config = published.load(source, kind, base, encoders)
+    described = Path(source, openclip.CONFIG_FILE).is_file()
+    if isinstance(wanted, ClipConfig) and base is None and not described:
+        model, config = published.load(source, kind, wanted)
+    else:
+        model, config = published.load(source, kind, base, encoders)
     if wanted is not None:
         pretrained.check_same_architecture(wanted, config, source)
         config = wanted

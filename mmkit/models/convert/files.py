@@ -76,16 +76,18 @@ def tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def names(path: Path) -> list[str]:
     """Names of all tensors of a weight file or folder, without reading them."""
-    from safetensors import safe_open
+    files = weight_files(Path(path))
+    return [name for file in files for name in (_header(file) if file.suffix == ".safetensors" else pickled(file))]
 
-    out = []
-    for file in weight_files(Path(path)):
-        if file.suffix == ".safetensors":
-            with safe_open(file, "pt") as handle:
-                out += handle.keys()
-        else:
-            out += pickled(file)
-    return out
+
+def _header(file: Path) -> list[str]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as handle:
+            return list(handle.keys())
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
 
 
 class Lookup:
@@ -114,13 +116,9 @@ class Lookup:
 
 
 def _safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
-        with safe_open(file, "pt") as handle:
-            pending = list(handle.keys())
-    except SafetensorError as error:
-        raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
+    pending = _header(file)
     while pending:
         read = 0
         with safe_open(file, "pt") as handle:

@@ -55,13 +55,16 @@ def kind_of(path: Path) -> str:
 
 
 def read(
-    path: str | Path, kind: str | None = None, base: str | Path | None = None, encoders: Sequence[EncoderConfig] | None = None
+    path: str | Path,
+    kind: str | None = None,
+    base: str | Path | ClipConfig | None = None,
+    encoders: Sequence[EncoderConfig] | None = None,
 ) -> tuple[ModelConfig, Stream]:
     """(our config, stream of (our name, tensor)) of a published checkpoint.
 
     ``path``: a local file or folder, or a hub repository. ``base``: the language model's weights, which a delta or LoRA folder
-    needs, and a projector may have; for an OpenCLIP file the model name (or a JSON config file), since a state dict does not say
-    its activation. ``encoders`` replaces the vision towers that config.json names.
+    needs, and a projector may have; for an OpenCLIP file the model name, a JSON config file or a ClipConfig, since a state dict
+    does not say its activation. ``encoders`` replaces the vision towers that config.json names.
     """
     path = files.locate(str(path))
     kind = kind or ("delta" if base and kind_of(path) == "full" else kind_of(path))
@@ -81,7 +84,9 @@ def _original(path: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text(encoding="utf8"))
 
 
-def _clip_config(path: Path, base: str | Path | None) -> ClipConfig:
+def _clip_config(path: Path, base: str | Path | ClipConfig | None) -> ClipConfig:
+    if isinstance(base, ClipConfig):
+        return base
     if base is None:
         return openclip.config_of(path if path.is_dir() else path.parent)
     if Path(base).is_file():
@@ -109,7 +114,8 @@ def _streams(kind: str, path: Path, base: Path | None, original: Mapping[str, An
 def _base_hint(path: Path) -> str:
     if not (path / "adapter_config.json").is_file():
         return ""
-    return f" (adapter_config.json names {json.loads((path / 'adapter_config.json').read_text())['base_model_name_or_path']})"
+    name = json.loads((path / "adapter_config.json").read_text(encoding="utf8")).get("base_model_name_or_path")
+    return f" (adapter_config.json names {name})" if name else ""
 
 
 def _projector(path: Path, base: Path | None) -> Stream:
@@ -139,7 +145,7 @@ def _ours(stream: Stream, config: VlmConfig) -> Stream:
 def load(
     path: str | Path,
     kind: str | None = None,
-    base: str | Path | None = None,
+    base: str | Path | ClipConfig | None = None,
     encoders: Sequence[EncoderConfig] | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[nn.Module, ModelConfig]:
