@@ -8,6 +8,7 @@ when an encoder is trained. Nothing here knows of connectors or language models.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -187,15 +188,24 @@ def resize_positions(table: Tensor, side: int, how: str) -> Tensor:
     old = math.isqrt(table.shape[1] - 1)
     if old == side:
         return table
-    grid = table[:, 1:].float().reshape(1, old, old, -1).permute(0, 3, 1, 2)  # (1, C, S, S)
+    weights = _bicubic(old, side, how).to(table.device)  # (side, S)
+    grid = table[0, 1:].float().view(old, old, -1)  # (S, S, C)
+    grid = torch.einsum("yr,rsc,xs->yxc", weights, grid, weights)  # (side, side, C)
+    return torch.cat([table[:, :1], grid.flatten(0, 1)[None].to(table.dtype)], 1)
+
+
+@functools.cache
+def _bicubic(old: int, side: int, how: str) -> Tensor:
+    """(side, old) fp32: what one axis of torch's bicubic resize adds up. As a product it runs on devices without that kernel (XLA)."""
+    impulses = torch.eye(old, device="cpu")[None, :, :, None]  # channel c is 1 in row c
     if how == "scale_factor":
         scale = (side + 0.1) / old  # the 0.1 keeps floor(S * scale) from falling to side - 1
-        grid = nn.functional.interpolate(grid, scale_factor=(scale, scale), mode="bicubic", align_corners=False)
+        out = nn.functional.interpolate(impulses, scale_factor=(scale, 1.0), mode="bicubic", align_corners=False)
     elif how == "size":
-        grid = nn.functional.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
+        out = nn.functional.interpolate(impulses, size=(side, 1), mode="bicubic", align_corners=False)
     else:
         raise ValueError(f"no position resize {how!r}; there are 'scale_factor' and 'size'")
-    return torch.cat([table[:, :1], grid.flatten(2).transpose(1, 2).to(table.dtype)], 1)
+    return out[0, :, :, 0].T.contiguous()
 
 
 # ---------------------------------------------------------------- building

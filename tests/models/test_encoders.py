@@ -110,6 +110,11 @@ def test_position_table_of_the_originals_samples_with_a_tenth_of_a_cell_more():
         out = resize_positions(table, 27, how)[0, 1:, 0].view(27, 27)[13, 3:24]
         wrong = {other: (out - torch.tensor([(i + 0.5) * s - 0.5 for i in range(3, 24)])).mean().abs() for other, s in steps.items()}
         assert wrong[how] < 0.01 and max(wrong.values()) > 0.06, (how, wrong)
+    grid = torch.randn(1, 8, 37, 37)  # torch's own two-dimensional resize gives the same
+    for how, options in (("scale_factor", dict(scale_factor=(27.1 / 37, 27.1 / 37))), ("size", dict(size=(27, 27)))):
+        whole = F.interpolate(grid, mode="bicubic", align_corners=False, **options).flatten(2).transpose(1, 2)
+        flat = torch.cat([torch.zeros(1, 1, 8), grid.flatten(2).transpose(1, 2)], 1)
+        torch.testing.assert_close(resize_positions(flat, 27, how)[:, 1:], whole, atol=1e-5, rtol=1e-5)
     random = torch.randn(1, 1370, 64, generator=torch.Generator().manual_seed(0))
     moved = resize_positions(random, 27, "scale_factor") - resize_positions(random, 27, "size")
     assert moved[:, 1:].abs().mean().item() == pytest.approx(0.12, abs=0.02)
