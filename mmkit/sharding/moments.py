@@ -1,7 +1,6 @@
 """Adam's two moments of one parameter, read from and written into a torch or bitsandbytes optimizer.
 
-8-bit states are dequantised block by block on the way out and quantised again on the way in: each block's largest value is
-kept, so a round trip gives back the same codes.
+8-bit states are dequantised block by block on the way out and quantised again on the way in; a round trip gives back the same codes.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mmkit.sharding.backend import MOMENTS
@@ -59,8 +59,6 @@ def _blocksize(stored: Tensor, absmax: Tensor) -> int:
 
 
 def _quantise(optimizer, index: int, group: Mapping, parameter: Tensor, values: Mapping[str, Tensor], step: int) -> None:
-    from bitsandbytes import functional
-
     place = next(i for i, p in enumerate(group["params"]) if p is parameter)
     optimizer.init_state(group, parameter, index, place)
     state = optimizer.state[parameter]
@@ -71,10 +69,18 @@ def _quantise(optimizer, index: int, group: Mapping, parameter: Tensor, values: 
             state[f"state{number}"].copy_(value)
             continue
         absmax = state[f"absmax{number}"]
-        functional.quantize_blockwise(
-            value.contiguous(),
-            code=state[f"qmap{number}"],
-            absmax=absmax,
-            out=state[f"state{number}"],
-            blocksize=_blocksize(value, absmax),
-        )
+        codes, scale = _codes(value, state[f"qmap{number}"], _blocksize(value, absmax))
+        state[f"state{number}"].copy_(codes)
+        absmax.copy_(scale)
+
+
+def _codes(value: Tensor, code: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Codes shaped like ``value`` and each block's scale. The library's own rounding takes the largest magnitude as scale, and shrinks
+    a block whose largest value is negative each time, because the signed code ends at -0.993."""
+    blocks = F.pad(value.flatten().float(), (0, -value.numel() % size)).view(-1, size)
+    scale = blocks.amax(1) / code.max()
+    if code.min() < 0:
+        scale = torch.maximum(scale, blocks.amin(1) / code.min())
+    middles = (code[1:] + code[:-1]) / 2
+    codes = torch.bucketize(blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None], middles)
+    return codes.flatten()[: value.numel()].view_as(value), scale

@@ -60,8 +60,8 @@ class SingleBackend(Backend):
         """Remember the module's names and what is trained; install autocast and recomputation on its forwards."""
         self.plain, self.prefix, self.reached = module, prefix, None
         self._trained = {name for name, p in self.parameters().items() if p.requires_grad}
-        for name in self._trained:
-            if not (p := self.parameters()[name]).is_floating_point() or p.dtype != torch.float32:
+        for name, p in self.trained().items():
+            if p.dtype != torch.float32:
                 raise ConfigError(f"trained parameter {name} is {p.dtype}; trained weights are kept in fp32 (the precision setting casts)")
         if train.checkpoint_blocks:
             for block in (m for m in module.modules() if type(m).__name__ in blocks):
