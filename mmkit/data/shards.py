@@ -106,7 +106,8 @@ class ShardSource:
         lines += [f"  left out: {n:,} {cause}" for cause, n in sorted(counts.items()) if cause != "samples"]
         lines += [f"  {index.url}: {index.message} ({len(index)} samples kept)" for index in self.indexes if index.message]
         if self.resampled:
-            lines.append(f"  shards drawn with replacement: of {len(self):,} samples an epoch as long shows {unique_expected(self):,} different ones")
+            different = f"{unique_expected(self):,} different ones"
+            lines.append(f"  shards drawn with replacement: of {len(self):,} samples an epoch as long shows {different}")
         return "\n".join(lines)
 
 
@@ -161,7 +162,7 @@ def _check_extensions(name: str, index: ShardIndex, caption: str) -> None:
 
 
 def check_damage(source: ShardSource, max_bad_share: float) -> None:
-    """ValueError where too much is missing; an absent or unreadable shard counts as an average one, a truncated one for what it lacks of it."""
+    """ValueError where too much is missing. A damaged shard counts for what it lacks of an average one, an absent one for a whole."""
     sizes = [index.counts["samples"] for index in source.indexes if index.counts["samples"] and not index.message]
     average = sum(sizes) / len(sizes) if sizes else 1.0
     bad = 0.0

@@ -164,7 +164,8 @@ def retried(action: Callable[[], Any], url: str, attempts: int = ATTEMPTS, first
             raise ShardError(url, "absent shard", f"no permission ({error})") from error
         except transient_errors() as error:
             if attempt == attempts:
-                raise ShardError(url, "unreadable shard", f"still failing after {attempts} attempts ({type(error).__name__}: {error})") from error
+                message = f"still failing after {attempts} attempts ({type(error).__name__}: {error})"
+                raise ShardError(url, "unreadable shard", message) from error
             pause = wait * 2 ** (attempt - 1) * (1 + random.random() / 2)
             log.warning("%s: %s: %s; attempt %d of %d in %.1f s", url, type(error).__name__, error, attempt + 1, attempts, pause)
             time.sleep(pause)
@@ -187,8 +188,8 @@ def members(url: str) -> Iterator[TarMember]:
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 for info in tar:
-                    if info.offset_data + info.size > size:
-                        raise ShardError(url, "truncated tar", f"{info.name} needs {info.offset_data + info.size} bytes, the file has {size}")
+                    if (needed := info.offset_data + info.size) > size:
+                        raise ShardError(url, "truncated tar", f"{info.name} needs {needed} bytes, the file has {size}")
                     if info.isfile():
                         yield TarMember(info.name, info.offset_data, info.size)
                 end = tar.offset

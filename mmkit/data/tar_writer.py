@@ -46,7 +46,7 @@ class ShardWriter:
         """One sample: extension -> bytes, text, or (``json``) a value. ValueError for a key that readers would take apart wrongly:
         dots end a key in this format, so ``a.b`` would be read as key ``a``."""
         if not key or "." in key:
-            raise ValueError(f"sample key {key!r} is empty or has a dot; a reader ends the key at the first dot. Use letters, digits, - and _")
+            raise ValueError(f"sample key {key!r} is empty or has a dot; readers end a key at its first dot. Use letters, digits, - and _")
         if key in self._seen:
             raise ValueError(f"sample key {key!r} was written before; keys are unique over all shards of a set")
         if not fields:

@@ -1,14 +1,14 @@
 """CLIP models on datasets that lie on disk or in a bucket, in the tar layout clip-benchmark publishes, and while they train.
 
-A set is a folder: ``classnames.txt``, ``test/nshards.txt``, ``test/0.tar`` ... with a picture and ``cls`` (or, for retrieval, ``txt`` with one
-caption a line). A missing shard count, a missing shard or another number of documents than the published one is an error (U59).
+A set is a folder: ``classnames.txt``, ``test/nshards.txt``, ``test/0.tar`` ... with a picture and ``cls`` (or, for retrieval, ``txt``
+with one caption a line). A missing shard count, a missing shard or another number of documents than the published one is an error (U59).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 import torch
@@ -18,8 +18,10 @@ from mmkit.config import DataConfig, SourceConfig
 from mmkit.data.images import open_image
 from mmkit.data.shards import ShardSource, open_shards
 from mmkit.evaluation import collections, retrieval, zero_shot
-from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS, Towers
 from mmkit.evaluation.zero_shot import Share
+
+if TYPE_CHECKING:
+    from mmkit.evaluation.tasks.clip_demo import Towers
 
 RECALLS = (1, 5, 10)
 
@@ -72,7 +74,9 @@ def _text(path: str, problem: str) -> str:
         raise ValueError(f"{problem}; {path} does not exist") from None
 
 
-def score(name: str, root: str, towers: Towers, *, model: str, pretrained: str, batch: int = 64, share: Share = Share(), check: bool = True) -> dict:
+def score(
+    name: str, root: str, towers: Towers, *, model: str, pretrained: str, batch: int = 64, share: Share = Share(), check: bool = True
+) -> dict:
     """One task's result under clip-benchmark's keys. All processes call this; each gets the whole result."""
     documents, names = open_set(name, root, towers.transform, check)
     if names:
@@ -106,11 +110,13 @@ def score_all(names: str | Iterable[str], root: str, towers: Towers, output: str
     return found
 
 
-def during_training(tokenizer: Callable, transforms: Sequence[Callable], names: Sequence[str] = tuple(CLIP_TASKS), batch: int = 64) -> Callable:
-    """An ``on_eval`` of `training.loop.train` that scores the offline tasks every ``train.eval_every`` steps, shared over processes.
+def during_training(tokenizer: Callable, transforms: Sequence[Callable], names: Sequence[str] = (), batch: int = 64) -> Callable:
+    """An ``on_eval`` of `training.loop.train` that scores offline tasks (all without ``names``) every ``train.eval_every`` steps,
+    shared over processes.
 
     It calls the wrapped objective, so sharded weights are whole where they are used (U48).
     """
+    from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS, Towers
 
     def scores(state: Any) -> dict[str, float]:
         backend = state.backend
@@ -121,7 +127,7 @@ def during_training(tokenizer: Callable, transforms: Sequence[Callable], names: 
         towers = Towers(encode, tokenizer, transforms[0])
         share = Share(backend.rank, backend.world, backend.all_objects)
         rows = -(-batch // backend.devices) * backend.devices
-        results = [CLIP_TASKS[name](towers, batch=rows, share=share) for name in names]
+        results = [CLIP_TASKS[name](towers, batch=rows, share=share) for name in names or CLIP_TASKS]
         return {f"{result.task}_{metric}": value for result in results for metric, value in result.metrics.items()}
 
     return scores

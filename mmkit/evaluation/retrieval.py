@@ -17,7 +17,7 @@ def paired_recall(image: Tensor, text: Tensor, ks: Sequence[int] = (1, 5, 10), c
     """``image``, ``text`` (N, D), row i of one belonging to row i of the other. Keys ``image_to_text_R@1``,
     ``image_to_text_mean_rank``, ``image_to_text_median_rank`` and the same for ``text_to_image``; ranks start at 1."""
     if image.shape != text.shape:
-        raise ValueError(f"paired retrieval needs one caption an image, not {len(text)} captions of {len(image)} images; use benchmark_recall")
+        raise ValueError(f"paired retrieval needs one caption an image, not {len(text)} captions of {len(image)}; use benchmark_recall")
     metrics = {}
     for name, rows, columns in (("image_to_text", image, text), ("text_to_image", text, image)):
         ranks = torch.cat([_ranks(scores, start) for start, scores in _chunks(rows, columns, chunk)])

@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from mmkit.config import ConfigError, RunConfig
+from mmkit.config import ClipConfig, ConfigError, RunConfig
 from mmkit.sharding.backend import Backend, create
 from mmkit.training.checkpoint import Checkpoints, fingerprint
+from mmkit.training.contrastive import ContrastiveObjective
+from mmkit.training.contrastive import check as check_contrastive
 from mmkit.training.feed import make_loader
 from mmkit.training.loss import LanguageObjective
 from mmkit.training.optim import optimizer_factory
@@ -48,6 +50,8 @@ class TrainState:
     tables: dict[str, Any]  # for people: parameter groups, adapters, components
     started_from: str | None = None  # the export whose weights it began with
     components: tuple = ()  # the model file's table: name pattern -> component
+    blocks: tuple = ()  # names of the classes it is made of
+    window: list = field(default_factory=list)  # micro-batches of the last step
     reached: list[dict] | None = None  # the gradient report of the first update
     step: int = 0
     samples: int = 0
@@ -86,7 +90,7 @@ def assemble(run: RunConfig) -> TrainState:
     return TrainState(
         run, backend, model, wrapped, data, Schedule(run.train.optimizer, total), guard, checkpoints, total,
         accumulator(run, wrapped, objective, backend), frozen, tables, started_from=parent_export(run), components=parts.COMPONENTS,
-        precisions=[{"step": 0, "precision": run.train.precision}],
+        blocks=parts.BLOCKS, precisions=[{"step": 0, "precision": run.train.precision}],
     )  # fmt: skip
 
 
@@ -104,6 +108,8 @@ def check(run: RunConfig) -> None:
         raise ConfigError(f"train.bits {run.train.bits} freezes the language model: set train.lora and leave language out of train.trainable")
     if run.data.cache_features and "encoders" in run.train.trainable:
         raise ConfigError("data.cache_features keeps what frozen encoders give, but train.trainable has 'encoders'; turn one of them off")
+    if run.model.kind == "clip":
+        check_contrastive(run.train.contrastive)
     if not run.data.sources:
         raise ConfigError(f"data.sources of {run.preset!r} stage {run.stage!r} is empty; name at least one source")
     parent_export(run)
@@ -125,12 +131,12 @@ def make_objective(model: nn.Module, run: RunConfig, backend: Backend) -> nn.Mod
     if run.model.kind == "vlm":
         return LanguageObjective(model, run.train.loss_chunk, backend.checkpoint)
     from mmkit.models.build import build
-    from mmkit.training.contrastive import ContrastiveObjective
 
     contrastive = run.train.contrastive
     teacher = None
     if contrastive.kind == "distill" and contrastive.distill_from:
-        teacher = build(run.model.model_copy(update={"name": contrastive.distill_from, "weights": contrastive.distill_weights}))
+        settings = {"name": contrastive.distill_from, "weights": contrastive.distill_weights}
+        teacher = build(ClipConfig(**settings, mean=run.model.mean, std=run.model.std))
     return ContrastiveObjective(model, backend, contrastive, teacher)
 
 

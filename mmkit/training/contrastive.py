@@ -91,9 +91,10 @@ class ContrastiveLoss:
         sides = [similarity(rows[0], columns[1], offset), similarity(rows[1], columns[0], offset)]
         loss_sum = sum(side.cross_entropy() for side in sides) / 2 * share
         if self.config.kind == "distill":
+            teacher_scale = features["teacher_scale"].float().reshape(())
             teacher_rows, teacher_columns, _, _ = self._sides(features["teacher_image"].float(), features["teacher_text"].float())
             for side, teacher, targets in zip(sides, teacher_rows, reversed(teacher_columns), strict=True):
-                loss_sum = loss_sum + side.teacher_cross_entropy(teacher, targets, features["teacher_scale"].float().reshape(())) / 2 * share
+                loss_sum = loss_sum + side.teacher_cross_entropy(teacher, targets, teacher_scale) / 2 * share
         return loss_sum, torch.stack([side.largest for side in sides]).max()
 
     def _sides(self, image, text):
@@ -251,8 +252,8 @@ class _Recomputed(torch.autograd.Function):
 class ContrastiveObjective(nn.Module):
     """A clip model with its loss, wrapped whole so that every access to weights runs inside one forward (U48).
 
-    ``model(batch)`` (`ClipModel`, or anything of its form) returns image_features and text_features of norm 1, logit_scale (exponentiated), logit_bias or None, and for CoCa
-    logits (B, L, V) with labels (B, L). ``teacher`` is a frozen model of the same form for distillation.
+    ``model(batch)`` (`ClipModel`, or anything of its form) returns image_features and text_features of norm 1, logit_scale
+    (exponentiated), logit_bias or None, and for CoCa logits (B, L, V) with labels (B, L). ``teacher`` is a frozen model of the same form for distillation.
     """
 
     def __init__(self, model: nn.Module, backend, config: ContrastiveConfig, teacher: nn.Module | None = None):
@@ -323,8 +324,8 @@ def advice(row: dict) -> str:
     """A warning about a step's numbers, or an empty text."""
     if row.get("duplicate_share", 0) >= MANY_DUPLICATES:
         return (
-            f"step {row['step']}: {row['duplicate_share']:.0%} of the batch's captions occur more than once; equal captions push each other "
-            "apart as wrong negatives. Remove duplicates from the data or use another caption field"
+            f"step {row['step']}: {row['duplicate_share']:.0%} of the batch's captions occur more than once; equal captions push each "
+            "other apart as wrong negatives. Remove duplicates from the data or use another caption field"
         )
     return ""
 
@@ -332,3 +333,9 @@ def advice(row: dict) -> str:
 def is_unmasked(step: int, total_steps: int, config: ContrastiveConfig) -> bool:
     """Whether ``step`` (from 0) lies in the last share of training, which runs without patch dropout (FLIP section 4)."""
     return step >= total_steps - round(total_steps * config.unmasked_last)
+
+
+def unmask_when_due(model: nn.Module, step: int, total_steps: int, config: ContrastiveConfig) -> None:
+    """Turns patch dropout off when ``step`` has come to the unmasked last phase."""
+    if is_unmasked(step, total_steps, config):
+        model.set_patch_dropout(0.0)

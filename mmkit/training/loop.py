@@ -25,10 +25,11 @@ import torch
 
 from mmkit.config import RunConfig, changed
 from mmkit.training.assemble import TrainState, assemble
+from mmkit.training.contrastive import unmask_when_due
 from mmkit.training.gradients import check_reached
 from mmkit.training.interrupt import Interrupt
 from mmkit.training.metrics import totals
-from mmkit.training.notes import Hooks, Notes, Row, is_best, read_steps, save
+from mmkit.training.notes import Hooks, Notes, Row, activations, is_best, read_steps, save
 from mmkit.training.run_folder import check_same_run, export, open_folder, restore, resume_path
 from mmkit.training.stability import Decision
 
@@ -129,7 +130,7 @@ def run_steps(state: TrainState, notes: Notes, interrupt: Interrupt) -> Decision
             continue
         decision = read_steps(state, notes, evaluated)
         if decision:
-            state.guard.write(decision, data=state.loader.state_dict())
+            state.guard.write(decision, activations(state), data=state.loader.state_dict())
         elif stop:
             break
         elif saving or (evaluated and is_best(state, notes)):
@@ -140,7 +141,8 @@ def run_steps(state: TrainState, notes: Notes, interrupt: Interrupt) -> Decision
 def one_step(state: TrainState) -> Row:
     """Window, forward, backward, update; what there is to note, still on the device."""
     begin, backend, train = time.monotonic(), state.backend, state.run.train
-    window = take_window(state)
+    unmask_when_due(state.model, state.step, state.total_steps, train.contrastive)
+    window = state.window = take_window(state)
     waited = time.monotonic() - begin
     counts = torch.tensor([[b.n_targets, b.n_samples, b.n_tokens, b.n_positions] for b in window], dtype=torch.float32).sum(0)
     counts = backend.sum_over_devices(counts)

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmkit.training.accumulate import frozen_statistics
 from mmkit.training.assemble import TrainState
 from mmkit.training.contrastive import advice
 from mmkit.training.metrics import MetricsFile, device_facts, row_of
 from mmkit.training.run_folder import save_checkpoint
-from mmkit.training.stability import Decision
+from mmkit.training.stability import Decision, activation_statistics
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
@@ -60,7 +61,8 @@ def read_steps(state: TrainState, notes: Notes, evaluate: bool) -> Decision:
             notes.metrics.write(row)
             if notes.hooks.on_log:
                 notes.hooks.on_log(row)
-        found = found or state.guard.observe(keys=keys, **{name: value for name, value in row.items() if name in WATCHED or name.startswith("grad_norm")})
+        watched = {name: value for name, value in row.items() if name in WATCHED or name.startswith("grad_norm")}
+        found = found or state.guard.observe(keys=keys, **watched)
     notes.pending.clear()
     return found
 
@@ -78,6 +80,17 @@ def evaluation(state: TrainState, notes: Notes) -> Row:
     state.schedule.observe(next(iter(values.values())))
     notes.losses.clear()
     return values
+
+
+def activations(state: TrainState) -> list[Row]:
+    """What each block computes on the last window's first batch, with the weights as they are now; random numbers are put back. All
+    processes call it."""
+    batch = state.backend.shard(state.window[0].tensors)
+    random = state.backend.rng_state()
+    with frozen_statistics(state.model):
+        rows = activation_statistics(state.model, state.blocks, lambda: state.objective(batch, mode="loss"))
+    state.backend.set_rng_state(random)
+    return rows
 
 
 def is_best(state: TrainState, notes: Notes) -> bool:

@@ -131,7 +131,7 @@ class StabilityGuard:
             change += f", learning rate x {self.lr_factor:g}" if self.lr_factor != 1 else ""
             message = f"{what}; going back to step {target} or earlier{change} (rewind {self.n_rewinds} of {self.config.max_rewinds})"
             return Decision("rewind", step, cause, message, keys, target, precision, self.lr_factor)
-        tried = f" after {self.n_rewinds} rewinds" if action == "rewind" else f" after {self.n_spikes - 1} skips" if action == "skip" else ""
+        tried = {"rewind": f" after {self.n_rewinds} rewinds", "skip": f" after {self.n_spikes - 1} skips"}.get(action, "")
         advice = "set stability.action to skip or rewind, lower the learning rate, or resume in bf16 or fp32"
         return Decision("stop", step, cause, f"{what}; stopped{tried}: {advice}", keys)
 

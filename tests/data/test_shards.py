@@ -94,7 +94,8 @@ def test_keys_that_a_reader_would_cut_are_refused(tmp_path, key):
 def test_repeated_keys_and_odd_fields_are_refused(tmp_path):
     with ShardWriter(str(tmp_path)) as writer:
         writer.write("a", {"jpg": b"x", "txt": "y", "json": {"n": 1}})
-        for key, fields, message in (("a", {"txt": "y"}, "before"), ("b", {}, "no fields"), ("c", {"txt": 3}, "is int"), ("d", {".x": b""}, "extension")):
+        bad = (("a", {"txt": "y"}, "before"), ("b", {}, "no fields"), ("c", {"txt": 3}, "is int"), ("d", {".x": b""}, "extension"))
+        for key, fields, message in bad:
             with pytest.raises(ValueError, match=message):
                 writer.write(key, fields)
 
@@ -175,7 +176,8 @@ def test_filters_remove_and_count_before_decoding(tmp_path):
 
 
 def test_broken_metadata_is_counted_and_a_rule_for_another_type_counts_as_missing(tmp_path):
-    raw_tar(tmp_path / "0.tar", [("a.jpg", b"x"), ("a.txt", b"x"), ("a.json", b"{"), ("b.jpg", b"x"), ("b.txt", b"x"), ("b.json", b'{"s": 1}')])
+    contents = {"a.jpg": b"x", "a.txt": b"x", "a.json": b"{", "b.jpg": b"x", "b.txt": b"x", "b.json": b'{"s": 1}'}
+    raw_tar(tmp_path / "0.tar", contents.items())
     rule = FilterRule(key="s", op=">", value=0)
     assert open_shards(source_config(tmp_path / "0.tar", filters=(rule,)), lenient()).counts == {"samples": 2, "bad json": 1}
     assert not keeps(rule, {"s": "high"}) and keeps(FilterRule(key="s", op=">", value=0, if_missing="keep"), {"s": None})

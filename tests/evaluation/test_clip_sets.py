@@ -10,9 +10,10 @@ import torch
 from PIL import Image
 
 from mmkit.data.tar_writer import ShardWriter
-from mmkit.evaluation import clip_sets, collections
+from mmkit.evaluation import collections
 from mmkit.evaluation.clip_sets import during_training, open_set, score, score_all
 from mmkit.evaluation.runner import Result
+from mmkit.evaluation.tasks import clip_demo
 from mmkit.evaluation.tasks.clip_demo import Towers
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
@@ -122,7 +123,7 @@ def test_evaluation_during_training_goes_through_the_wrapped_objective(monkeypat
         calls.append((mode, len(batch["image"])))
         return {"image_features": batch["image"]}
 
-    monkeypatch.setitem(clip_sets.CLIP_TASKS, "fake", task)
+    monkeypatch.setitem(clip_demo.CLIP_TASKS, "fake", task)
     backend = SimpleNamespace(rank=1, world=2, devices=3, all_objects=lambda value: [value], shard=lambda tensors: tensors)
     scores = during_training(None, [None], ["fake"], batch=4)(SimpleNamespace(backend=backend, objective=objective))
     assert scores == {"fake_m": 1.5} and calls == [("encode", 6)]

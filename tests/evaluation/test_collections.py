@@ -21,7 +21,8 @@ PUBLISHED = {name: dict(task.laion2b) for name, task in tasks().items()}
 
 
 def test_collections_have_their_published_sizes():
-    assert {name: len(tasks_of) for name, tasks_of in COLLECTIONS.items()} == {"vtab": 19, "vtab+": 36, "imagenet_robustness": 5, "retrieval": 3}
+    sizes = {name: len(tasks_of) for name, tasks_of in COLLECTIONS.items()}
+    assert sizes == {"vtab": 19, "vtab+": 36, "imagenet_robustness": 5, "retrieval": 3}
     assert all(len(set(tasks_of)) == len(tasks_of) and set(tasks_of) <= set(tasks()) for tasks_of in COLLECTIONS.values())
 
 
@@ -72,14 +73,16 @@ def test_tasks_bring_their_names_or_ask_for_them():
 def test_results_have_clip_benchmarks_keys():
     row = result("cars", {"acc1": 0.5}, model="ViT-L-14", pretrained="mine")
     assert json.loads(json.dumps(row)) == {
-        "dataset": "cars", "model": "ViT-L-14", "pretrained": "mine", "task": "zeroshot_classification", "metrics": {"acc1": 0.5}, "language": "en"
+        "dataset": "cars", "model": "ViT-L-14", "pretrained": "mine", "task": "zeroshot_classification", "metrics": {"acc1": 0.5},
+        "language": "en",
     }  # fmt: skip
     assert result("flickr30k", {}, model="m", pretrained="p")["task"] == "zeroshot_retrieval"
 
 
 def test_ours_stands_beside_both_published_models():
     rows = {(row["task"], row["metric"]): row for row in beside_published({"cars": {"acc1": 0.5}})}
-    assert rows["cars", "acc1"] == {"task": "cars", "metric": "acc1", "n": 8041, "ours": 0.5, "laion2b_l14": 0.9261, "openai_l14": 0.7769}
+    wanted = {"task": "cars", "metric": "acc1", "n": 8041, "ours": 0.5, "laion2b_l14": 0.9261, "openai_l14": 0.7769}
+    assert rows["cars", "acc1"] == wanted
     assert rows["stl10", "acc1"]["ours"] is None
 
 

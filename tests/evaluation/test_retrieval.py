@@ -62,7 +62,8 @@ def full_benchmark(image, text, owner, k):
     """clip-benchmark's reading on a full matrix with one-hot positives."""
     positive = owner[:, None] == torch.arange(len(image))
     scores = text @ image.T
-    hits = [(torch.zeros_like(s).scatter_(1, s.topk(k, dim=1).indices, 1.0).bool() & p).any(1) for s, p in ((scores, positive), (scores.T, positive.T))]
+    both = ((scores, positive), (scores.T, positive.T))
+    hits = [(torch.zeros_like(s).scatter_(1, s.topk(k, dim=1).indices, 1.0).bool() & p).any(1) for s, p in both]
     return {f"image_retrieval_recall@{k}": hits[0].float().mean().item(), f"text_retrieval_recall@{k}": hits[1].float().mean().item()}
 
 

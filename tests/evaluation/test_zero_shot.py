@@ -51,7 +51,8 @@ def documents(n):
 def test_classifier_columns_have_norm_1_and_equal_open_clips():
     model = Toy().eval()
     ours = classifier(model, tokenize, TASK, classes_per_batch=4)
-    theirs = build_zero_shot_classifier(model, tokenize, TASK.names, [lambda n, t=t: t.format(n, c=n) if isinstance(t, str) else t(n) for t in TASK.templates])
+    templates = [lambda n, t=t: t.format(n, c=n) if isinstance(t, str) else t(n) for t in TASK.templates]
+    theirs = build_zero_shot_classifier(model, tokenize, TASK.names, templates)
     assert ours.shape == (16, 6) and torch.allclose(ours.norm(dim=0), torch.ones(6))
     assert torch.allclose(ours, theirs, atol=1e-6)
 

@@ -81,7 +81,8 @@ def run(case, backend):
     objective = ContrastiveObjective(model_of(config), seam, config, teacher_of(config))
     micro = case.get("micro", 1)
     train = TrainConfig(precision="fp32", global_batch=N, device_batch=N // backend.devices // micro)
-    wrapped = backend.prepare(objective, lambda named: torch.optim.AdamW(named.values(), lr=1e-3, weight_decay=0.0), train=train, accumulation=micro)
+    factory = lambda named: torch.optim.AdamW(named.values(), lr=1e-3, weight_decay=0.0)
+    wrapped = backend.prepare(objective, factory, train=train, accumulation=micro)
     mine = {name: value.chunk(backend.world)[backend.rank] for name, value in joined_batch().items()}
     parts = [backend.shard({name: value.chunk(micro)[i] for name, value in mine.items()}) for i in range(micro)]
     count = backend.sum_over_devices(torch.tensor(float(len(mine["image"]))))

@@ -8,10 +8,20 @@ import torch
 import torch.nn.functional as F
 from open_clip.loss import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
 
-from mmkit.config import BackendConfig, ConfigError, ContrastiveConfig
+from mmkit.config import BackendConfig, ClipConfig, ConfigError, ContrastiveConfig
+from mmkit.models.clip import ClipModel
 from mmkit.sharding.backend import Backend, create
 from mmkit.training.accumulate import contrastive_step, frozen_statistics
-from mmkit.training.contrastive import ContrastiveLoss, ContrastiveObjective, advice, caption_hash, check, is_unmasked, repeated_share
+from mmkit.training.contrastive import (
+    ContrastiveLoss,
+    ContrastiveObjective,
+    advice,
+    caption_hash,
+    check,
+    is_unmasked,
+    repeated_share,
+    unmask_when_due,
+)
 from tests.training.contrastive_cases import N, Toy, joined_batch, model_of, teacher_of
 from tests.training.processes import run_processes
 
@@ -285,6 +295,15 @@ def test_the_last_share_of_training_is_unmasked():
     config = ContrastiveConfig(unmasked_last=0.25)
     assert [is_unmasked(step, 8, config) for step in range(8)] == [False] * 6 + [True] * 2
     assert not any(is_unmasked(step, 8, ContrastiveConfig()) for step in range(8))
+    vision = {"image_size": 32, "layers": 1, "width": 16, "head_width": 8, "patch_size": 8}
+    text = {"context_length": 8, "vocab_size": 50, "width": 16, "heads": 2, "layers": 1}
+    architecture = {"embed_dim": 8, "vision_cfg": vision, "text_cfg": text}
+    model = ClipModel(ClipConfig(name="small", patch_dropout=0.5, architecture=architecture)).train()
+    shares = []
+    for step in range(8):
+        unmask_when_due(model, step, 8, config)
+        shares.append(model.clip.visual.patch_dropout.prob)
+    assert shares == [0.5] * 6 + [0.0] * 2
 
 
 def test_the_gather_seam_is_the_backends():
