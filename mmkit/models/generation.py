@@ -161,7 +161,8 @@ class Chat:
             if (token := int(tokens[0])) not in ends:
                 ids.append(token)
             whole = self.decode(ids)
-            if not whole.endswith("\ufffd"):  # else a character is still missing bytes
+            if len(whole) > len(shown) and not whole.endswith("\ufffd"):  # else a character is still missing bytes
                 yield whole[len(shown) :]
                 shown = whole
-        yield self.decode(ids)[len(shown) :]
+        if rest := self.decode(ids)[len(shown) :]:
+            yield rest

@@ -205,8 +205,8 @@ def check_batch(config: VlmConfig, batch: Mapping[str, Tensor]) -> None:
     shown = visible_slots(sizes, config.grid_side, config.connector.newline)
     there = shown if config.crop_padding else torch.ones_like(shown)
     _same_counts((ids == IMAGE_TOKEN_INDEX).sum(1), (there & real[..., None]).sum((1, 2)), "image slots (-200)", "the row's images need")
-    if config.regions:
-        _same_counts((ids == REGION_TOKEN_INDEX).sum(1), batch["region_real"].sum(1), "region tokens (-300)", "the row's regions need")
+    regions = batch["region_real"].sum(1) if config.regions else torch.zeros(len(ids), dtype=torch.long)
+    _same_counts((ids == REGION_TOKEN_INDEX).sum(1), regions, "region tokens (-300)", "the row's regions need")
 
 
 def _same_counts(found: Tensor, needed: Tensor, what: str, why: str) -> None:

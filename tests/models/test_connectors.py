@@ -53,6 +53,7 @@ def test_a_window_without_a_visible_cell_attends_to_all_and_others_only_to_visib
     assert empty.any() and mask[empty].all() and torch.equal(mask[~empty], cells[~empty])
 
 
+@torch.no_grad()
 def test_cross_attention_equals_a_loop_over_heads_and_keys():
     torch.manual_seed(1)
     attention = CrossAttention(16, 16, 2, 4)

@@ -318,6 +318,8 @@ def test_a_region_model_needs_region_tensors_and_matching_counts():
     more["region_real"] = torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match="row 0 has 1 region tokens .* need 2"):
         check_batch(model.config, more)
+    with pytest.raises(ValueError, match="row 0 has 1 region tokens .* need 0"):
+        check_batch(model_of().config, batch)
 
 
 # ---------------------------------------------------------------- generation
