@@ -1,0 +1,114 @@
+"""Figures of runs and examples: right numbers beside each picture, and something to see."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmkit.config import IMAGE_TOKEN_INDEX, REGION_TOKEN_INDEX, ConfigError, load
+from mmkit.data.boxes import Box, pixels
+from mmkit.data.example import Example, ImageRef, Region, Turn
+from mmkit.figures import examples as drawing
+from mmkit.figures import runs
+
+
+def metrics(folder, losses):
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"step": step, "loss": loss, "grad_norm": 1.0, "lr": 1e-3 / step, "targets": 5} for step, loss in enumerate(losses, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_curves_keep_every_step_and_spell_what_is_not_finite(tmp_path):
+    folder = metrics(tmp_path / "m" / "finetune" / "default", [3.0, "nan", 1.0])
+    drawn = runs.curves(folder)
+    assert list(drawn.table["step"]) == [1, 2, 3] and math.isnan(drawn.table["loss"][1]) and set(drawn.table["run"]) == {"m/finetune"}
+    path = drawn.save(tmp_path / "figures")
+    assert path.stat().st_size > 3000 and path.with_suffix(".csv").read_text().count("\n") == 5
+
+
+def test_several_runs_share_one_picture(tmp_path):
+    drawn = runs.curves({"a": metrics(tmp_path / "a", [2, 1]), "b": metrics(tmp_path / "b", [3, 2, 1])})
+    assert drawn.table.groupby("run").size().to_dict() == {"a": 2, "b": 3}
+    assert [line.get_label() for line in drawn.figure.axes[0].get_lines() if not line.get_label().startswith("_")] == ["a", "b"]
+
+
+def test_a_run_without_metrics_says_what_makes_them(tmp_path, capsys):
+    with pytest.raises(ConfigError, match="mmkit train"):
+        runs.curves(tmp_path)
+    assert runs.stages(load("8b-debug", "finetune", {"root": str(tmp_path)})) is None
+    assert "mmkit train --model 8b-debug" in capsys.readouterr().out
+    metrics(tmp_path / "8b-debug" / "pretrain" / "default", [1])
+    assert set(runs.stages(load("8b-debug", "finetune", {"root": str(tmp_path)})).table["run"]) == {"pretrain"}
+
+
+def test_a_dry_run_has_no_curves():
+    assert runs.training(SimpleNamespace(run=load("8b-debug", "finetune", {"dry_run": True}), folder="none")) is None
+
+
+def test_scores_stand_beside_their_controls():
+    rows = [
+        {"task": "vqa", "group": "all", "n": 600, "exact_match": 0.8, "+-": 0.03, "shuffled": 0.66, "prior": 0.65, "majority": 0.3},
+        {"task": "clip", "group": "all", "n": 90, "acc1": 0.5, "+-": 0.1, "majority": 0.2},
+    ]
+    drawn = runs.scores(rows)
+    assert list(drawn.table["score"]) == [0.8, 0.5]
+    assert [text.get_text() for text in drawn.figure.axes[0].get_legend().get_texts()] == [
+        "model", "same model, pictures shuffled", "best answer to the question alone", "majority answer"
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="no score"):
+        runs.scores([])
+    assert runs.scores_of(SimpleNamespace(rows=())) is None
+
+
+def test_mixture_and_lengths_show_every_source():
+    lines = [{"source": name, "category": "x", "samples": 10, "wanted": 5, "share": 0.5, "repeats": 0.5} for name in ("a", "b")]
+    assert len(runs.mixture(lines).figure.axes[0].get_yticks()) == 2
+    drawn = runs.lengths({"a": [10, 20], "b": [30]}, limit=64)
+    assert list(drawn.table["tokens"]) == [10, 20, 30] and len(drawn.figure.axes[0].get_legend().get_texts()) == 3
+
+
+def an_example(**more) -> Example:
+    picture = ImageRef(np.array(Image.new("RGB", (90, 60), "white")), name="p")
+    turns = (Turn("user", "<image>\nwhat is in <region>?"), Turn("assistant", "a cat"))
+    box = Region("box", Box(10, 20, 40, 50, pixels(90, 60)))
+    return Example("k1", (picture,), turns, (box,), "mine", more)
+
+
+def test_boxes_are_drawn_where_they_are():
+    drawn = drawing.pictures([an_example(), Example("k2", turns=(Turn("user", "q"), Turn("assistant", "a")), source="text")])
+    axis = drawn.figure.axes[0]
+    rectangle = axis.patches[0]
+    assert (rectangle.get_x(), rectangle.get_y(), rectangle.get_width(), rectangle.get_height()) == pytest.approx((10, 20, 30, 30), abs=0.1)
+    assert list(drawn.table["regions"]) == [1, 0] and "A: a cat" in drawn.table["text"][0]
+
+
+def test_tokens_show_what_carries_loss():
+    tokenizer = SimpleNamespace(decode=lambda ids: {5: "a b", 6: "\n"}.get(ids[0], "x"))
+    encoded = SimpleNamespace(ids=np.array([IMAGE_TOKEN_INDEX, REGION_TOKEN_INDEX, 5, 6]), trained=np.array([False, False, True, True]))
+    drawn = drawing.tokens(encoded, tokenizer)
+    assert list(drawn.table["text"]) == ["[picture]", "[region]", "a\u00b7b", "\u21b5"] and list(drawn.table["trained"]) == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    colours = {patch.get_facecolor() for patch in drawn.figure.axes[0].patches}
+    assert len(colours) == 3
+
+
+def test_answers_mark_what_is_wrong():
+    rows = [
+        {"key": "k1", "question": "q", "answer": "dog", "target": "cat", "scores": {"exact_match": 0.0}, "shuffled_answer": "cow"},
+        {"key": "k1", "question": "q", "answer": "cat", "target": "cat", "scores": {"exact_match": 1.0}},
+        {"key": "gone", "question": "q", "answer": "cat", "target": "cat", "scores": {"exact_match": 1.0}},
+    ]
+    text = list(drawing.answers(rows, {"k1": an_example()}).table["text"])
+    assert text[0].startswith("q\nWRONG: dog (expected cat)") and "cow" in text[0] and "WRONG" not in text[1] and len(text) == 2
+    scored = SimpleNamespace(results=[SimpleNamespace(rows=rows)], documents={"k1": an_example()})
+    assert runs.answers_of(scored, 2) is not None and runs.answers_of(SimpleNamespace(results=[]), 2) is None
