@@ -149,12 +149,14 @@ class Mixture:
         pool = min(n, self.configs[number].cap or n)
         chosen: list[np.ndarray] = []
         rng, count = np.random.default_rng([seed, epoch, number]), 0
+        draw_order = getattr(self.sources[number], "draw_order", None) if train and not by_image else None
         near = getattr(self.sources[number], "draw_order", None)
         while count < wanted:
             if near and train and not by_image:
                 units = near(rng, min(pool, wanted - count))
             else:
                 units = rng.permutation(len(sizes)) if train else np.arange(len(sizes))
+            units = units if draw_order is None else draw_order(rng, min(pool, wanted - count))
             until = np.searchsorted(np.cumsum(sizes[units]), min(pool, wanted - count)) + 1
             chosen.append(units[:until])
             count += min(int(sizes[units[:until]].sum()), pool)

@@ -1,0 +1,206 @@
+"""Readers, one a file format: a dataset is a `SourceConfig`, never code. Each gives a map-style source of examples."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmkit.cache import atomic_write, cache_root
+from mmkit.config import ConfigError, DataConfig, SourceConfig, nearest
+from mmkit.data.example import BadRecord, Example
+from mmkit.data.jsonl_index import JsonLines
+from mmkit.data.mixture import Mixture, Source
+from mmkit.data.records import example_of, grit_example, images_of, key_of
+
+LARGE_JSON = 1 << 26  # a JSON list beyond this size is rewritten once as JSONL in the cache, so that workers need not hold it
+
+
+class RecordSource:
+    """Examples of records in LLaVA's form (and what Hugging Face sets and CSV files call the same things)."""
+
+    def __init__(self, name: str, records: Sequence[dict[str, Any]], folder: str | None, fingerprint: str = ""):
+        self.name, self.records, self.folder, self.fingerprint = name, records, folder, fingerprint
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> Example:
+        record = self._record(index)
+        return example_of(record, key_of(record, index), self.name, self.folder)
+
+    def group(self, index: int) -> tuple[str, ...]:
+        """Identities of the example's pictures, without building it; none where the record cannot be read."""
+        try:
+            return tuple(ref.identity for ref in images_of(self._record(index), self.folder))
+        except BadRecord:
+            return ()
+
+    def length(self, index: int) -> int:
+        """Words of the example, negative without a picture: the published measure for grouping by length."""
+        try:
+            example = self[index]
+        except BadRecord:
+            return 0
+        words = sum(len(turn.text.split()) for turn in example.turns)
+        return words if example.images else -words
+
+    def _record(self, index: int) -> dict[str, Any]:
+        record = self.records[index]
+        if not isinstance(record, dict):
+            raise BadRecord(f"is a {type(record).__name__}, not an object", key=f"record {index + 1}", source=self.name, reason="no JSON")
+        return record
+
+
+class GritSource(RecordSource):
+    """Examples of Ferret's GRIT records; `draw` chooses points or boxes as training does."""
+
+    def __getitem__(self, index: int) -> Example:
+        return self.draw(index, None)
+
+    def draw(self, index: int, rng: np.random.Generator | None) -> Example:
+        """The example with its user's regions as points or boxes, chosen by ``rng``; as boxes without it."""
+        record = self._record(index)
+        return grit_example(record, key_of(record, index), self.name, self.folder, rng)
+
+
+def open_source(config: SourceConfig, data: DataConfig | None = None) -> Source:
+    """The source of one config entry; ConfigError where its file is not there or not of its format."""
+    reader = READERS.get(config.format)
+    if reader is None:
+        raise ConfigError(f"data.sources {config.name!r}: no format {config.format!r}{nearest(config.format, READERS)}; formats are {', '.join(READERS)}")
+    return reader(config, data or DataConfig())
+
+
+def open_mixture(data: DataConfig) -> Mixture:
+    """All sources of a run as one."""
+    return Mixture(data.sources, [open_source(config, data) for config in data.sources], data.samples_per_epoch)
+
+
+def records_of(path: str | os.PathLike) -> Sequence[dict[str, Any]]:
+    """Records of a JSONL file, or of a JSON file that holds a list; ConfigError otherwise."""
+    path = Path(path)
+    if not path.is_file():
+        near = nearest(path.name, [other.name for other in path.parent.glob("*")]) if path.parent.is_dir() else ""
+        raise ConfigError(f"data file {path} does not exist{near}")
+    with path.open("rb") as file:
+        first = file.read(256).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+    if first == b"{" and not _is_one_object(path):
+        return JsonLines(path)
+    if first == b"[":
+        return _json_list(path)
+    raise ConfigError(f"data file {path} is neither JSONL (one object a line) nor a JSON list of objects")
+
+
+def _is_one_object(path: Path) -> bool:
+    """Whether a file that starts like JSONL has its first object spread over several lines."""
+    with path.open("rb") as file:
+        line = file.readline().strip()
+    try:
+        json.loads(line)
+    except ValueError:
+        return line == b"{"
+    return False
+
+
+def _json_list(path: Path) -> Sequence[dict[str, Any]]:
+    facts = path.stat()
+    if facts.st_size < LARGE_JSON:
+        return _loaded(path)
+    name = hashlib.sha256(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
+    copy = cache_root() / "json-lists" / f"{path.stem}-{name}.jsonl"
+    if not copy.exists():
+        with atomic_write(copy) as work, work.open("w", encoding="utf8") as out:
+            out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in _loaded(path))
+    return JsonLines(copy)
+
+
+def _loaded(path: Path) -> list:
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise ConfigError(f"data file {path} is no JSON: {error}") from None
+
+
+def _folder(config: SourceConfig) -> str:
+    return config.images if config.images is not None else str(Path(config.path).parent)
+
+
+def open_llava(config: SourceConfig, data: DataConfig) -> RecordSource:
+    """LLaVA and Cambrian JSON or JSONL: id, image (absent, empty, one or several), conversations."""
+    return RecordSource(config.name, records_of(config.path), _folder(config), _stamp(config.path))
+
+
+def open_grit(config: SourceConfig, data: DataConfig) -> GritSource:
+    """Ferret JSON or JSONL: LLaVA's fields, image_w, image_h, box_x1y1x2y2 and masks for each message."""
+    return GritSource(config.name, records_of(config.path), _folder(config), _stamp(config.path))
+
+
+def open_csv(config: SourceConfig, data: DataConfig) -> RecordSource:
+    """A CSV or TSV file with a header: a picture column (filepath, image ...) and a caption, or question and answer."""
+    if not Path(config.path).is_file():
+        raise ConfigError(f"data.sources {config.name!r}: file {config.path} does not exist")
+    with open(config.path, newline="", encoding="utf-8-sig") as file:
+        header = file.readline()
+        file.seek(0)
+        rows = list(csv.DictReader(file, delimiter="\t" if "\t" in header else ","))
+    return RecordSource(config.name, rows, _folder(config), _stamp(config.path))
+
+
+def open_parquet(config: SourceConfig, data: DataConfig) -> RecordSource:
+    """Parquet files (a file, folder or pattern) or a Hugging Face data set by name; pictures stay encoded until they are used."""
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(f"data.sources {config.name!r}: format parquet needs the `datasets` package; pip install mmkit[datasets]") from None
+    path = config.path
+    files = sorted(glob.glob(f"{path}/**/*.parquet", recursive=True) if os.path.isdir(path) else glob.glob(path))
+    datasets.disable_progress_bars()
+    if files:
+        table = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(cache_root() / "datasets"))
+    elif path.startswith((".", "/")) or path.endswith(".parquet"):
+        raise ConfigError(f"data.sources {config.name!r}: no parquet file at {path}")
+    else:
+        try:
+            table = datasets.load_dataset(path, split=config.split)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"data.sources {config.name!r}: the set {path!r} cannot be loaded ({error})") from None
+    for name, feature in table.features.items():
+        if isinstance(feature, datasets.Image):
+            table = table.cast_column(name, datasets.Image(decode=False))
+    return RecordSource(config.name, table, config.images, str(getattr(table, "_fingerprint", "")) if not files else " ".join(map(_stamp, files)))
+
+
+def open_pack(config: SourceConfig, data: DataConfig) -> Source:
+    """A pack of the offline data, by name."""
+    from mmkit.data.demo import open_pack
+
+    return open_pack(config.path, config.split)
+
+
+def open_webdataset(config: SourceConfig, data: DataConfig) -> Source:
+    """Tar shards."""
+    from mmkit.data.shards import open_shards
+
+    return open_shards(config, data)
+
+
+READERS: dict[str, Callable[[SourceConfig, DataConfig], Source]] = {
+    "llava": open_llava,
+    "grit": open_grit,
+    "parquet": open_parquet,
+    "csv": open_csv,
+    "pack": open_pack,
+    "webdataset": open_webdataset,
+}
+
+
+def _stamp(path: str) -> str:
+    return str(os.stat(path).st_size)

@@ -1,0 +1,236 @@
+"""Every format on disk gives the same kind of example (user reports U24, U25)."""
+
+import csv
+import json
+import os
+import pickle
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmkit.config import ConfigError, DataConfig, SourceConfig
+from mmkit.data.example import BadRecord, checked
+from mmkit.data.jsonl_index import JsonLines, line_index
+from mmkit.data.readers import READERS, open_mixture, open_source, records_of
+from mmkit.data.regions import region_mask
+
+CHAT = [{"from": "human", "value": "Look at <image> now"}, {"from": "gpt", "value": "A kite."}]
+
+
+def llava(tmp_path, records, name="data.json", **settings):
+    path = tmp_path / name
+    lines = name.endswith("jsonl")
+    path.write_text("\n".join(map(json.dumps, records)) if lines else json.dumps(records))
+    return open_source(SourceConfig(name="s", format=settings.pop("format", "llava"), path=str(path), **settings))
+
+
+@pytest.mark.parametrize("name", ["data.json", "data.jsonl"])
+def test_json_and_jsonl_give_the_same_examples(tmp_path, name):
+    source = llava(tmp_path, [{"id": 7, "image": "a/b.png", "conversations": CHAT}, {"conversations": CHAT[:0]}], name, images="/pictures")
+    example = source[0]
+    assert (example.key, example.images[0].data, len(source)) == ("7", "/pictures/a/b.png", 2)
+    assert [turn.role for turn in example.turns] == ["user", "assistant"]
+    assert example.turns[0].text == "<image>\nLook at  now"
+    assert source[1].key == "record 2"
+
+
+@pytest.mark.parametrize("image, count", [("t.jpg", 1), (["t.jpg"], 1), (["a.jpg", "b.jpg"], 2), ("", 0), (None, 0), ("None", 0), ("nan", 0), ([], 0)])
+def test_image_may_be_text_list_or_absent(tmp_path, image, count):
+    turns = [{"from": "human", "value": "<image>" * count + "\nhi"}, {"from": "gpt", "value": "yo"}]
+    example = checked(llava(tmp_path, [{"id": "x", "image": image, "conversations": turns}])[0])
+    assert len(example.images) == count == example.turns[0].text.count("<image>")
+
+
+def test_text_and_list_of_one_picture_are_identical(tmp_path):
+    source = llava(tmp_path, [{"id": "x", "image": image, "conversations": CHAT} for image in ("t.jpg", ["t.jpg"])])
+    assert source[0] == source[1] and source.group(0) == source.group(1)
+
+
+def test_two_pictures_and_one_placeholder_are_refused_with_both_counts(tmp_path):
+    example = llava(tmp_path, [{"id": "x", "image": ["a.jpg", "b.jpg"], "conversations": CHAT}])[0]
+    with pytest.raises(BadRecord, match="'x': 2 images but 1 image placeholders"):
+        checked(example)
+
+
+def test_leading_answer_is_dropped_and_unknown_roles_are_named(tmp_path):
+    source = llava(tmp_path, [{"id": 1, "conversations": [CHAT[1], *CHAT]}, {"id": 2, "conversations": [{"from": "robot", "value": "x"}]}])
+    assert [turn.role for turn in source[0].turns] == ["user", "assistant"]
+    with pytest.raises(BadRecord, match="from 'robot'; it must be one of human"):
+        source[1]
+
+
+def test_chat_messages_with_typed_parts(tmp_path):
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "a kite"}]},
+    ]
+    assert llava(tmp_path, [{"messages": messages, "image": "a.jpg"}])[0].turns[0].text == "<image>\nwhat?"
+
+
+# ---------------------------------------------------------------- JSONL index
+
+
+def test_index_skips_blank_lines_and_survives_any_line_end(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'\n{"a": 1}\r\n  \n\r\n{"a": 2}\n{"a": 3}')
+    lines = JsonLines(path)
+    assert [lines[k]["a"] for k in range(len(lines))] == [1, 2, 3]
+    assert pickle.loads(pickle.dumps(lines))[2] == {"a": 3}
+
+
+@pytest.mark.parametrize("block", [1, 3, 7, 64])
+def test_index_does_not_depend_on_the_block_size(tmp_path, monkeypatch, block):
+    rng = np.random.default_rng(block)
+    parts = [rng.choice(["\n", " \n", '{"a": "' + "x" * int(rng.integers(9)) + '"}\n']) for _ in range(60)]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(parts) + '{"a": "end"}')
+    monkeypatch.setattr("mmkit.data.jsonl_index._BLOCK", block)
+    lines = JsonLines(path)
+    wanted = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    assert [lines[k] for k in range(len(lines))] == wanted
+
+
+def test_index_is_built_once_and_again_when_the_file_changes(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\n')
+    index = line_index(path)
+    built = index.stat().st_mtime_ns
+    assert line_index(path).stat().st_mtime_ns == built
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    assert len(JsonLines(path)) == 2
+    index.write_bytes(index.read_bytes()[:-8])
+    assert len(JsonLines(path)) == 2
+
+
+def test_read_only_folder_puts_the_index_into_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\n')
+    assert str(line_index(path)).startswith(str(tmp_path / "cache")) and len(JsonLines(path)) == 1
+
+
+def test_broken_line_names_file_and_record(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\n{"a": \n[1]\n')
+    lines = JsonLines(path)
+    with pytest.raises(BadRecord, match="x.jsonl: sample 'record 2': is no JSON"):
+        lines[1]
+    with pytest.raises(BadRecord, match="JSON list, not an object"):
+        lines[2]
+
+
+def test_large_json_list_becomes_lines_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("mmkit.data.readers.LARGE_JSON", 10)
+    source = llava(tmp_path, [{"id": k, "conversations": CHAT} for k in range(5)])
+    assert isinstance(source.records, JsonLines) and [source[k].key for k in range(5)] == list("01234")
+
+
+def test_wrong_files_are_config_errors(tmp_path):
+    (tmp_path / "data.json").write_text("[]")
+    with pytest.raises(ConfigError, match="date.json does not exist; did you mean 'data.json'"):
+        records_of(tmp_path / "date.json")
+    (tmp_path / "x.txt").write_text("hello")
+    with pytest.raises(ConfigError, match="neither JSONL"):
+        records_of(tmp_path / "x.txt")
+    (tmp_path / "x.json").write_text("[1, 2")
+    with pytest.raises(ConfigError, match="x.json is no JSON"):
+        records_of(tmp_path / "x.json")
+
+
+# ---------------------------------------------------------------- other formats
+
+GRIT = {
+    "id": "g",
+    "image": "a.png",
+    "image_w": 100,
+    "image_h": 70,
+    "conversations": [
+        {"from": "human", "value": "<image>\nWhat is <bbox_location1> beside <bbox_location0>, <bbox_location1>?"},
+        {"from": "gpt", "value": "A kite <bbox_location0>."},
+    ],
+    "box_x1y1x2y2": [[[10, 10, 60, 40], [0, 50, 140, 90]], [[10, 10, 60, 40]]],
+}
+
+
+def test_grit_boxes_stand_where_the_text_mentions_them(tmp_path):
+    source = llava(tmp_path, [GRIT], format="grit")
+    example = checked(source[0])
+    assert example.turns[0].text == "<image>\nWhat is <region> beside <region>, <region>?"
+    assert [region.text for region in example.regions] == ["[0, 714, 990, 985]", "[100, 142, 600, 571]"] + ["[0, 714, 990, 985]", "[100, 142, 600, 571]"]
+
+
+def test_grit_draws_points_for_users_and_boxes_for_answers(tmp_path):
+    source = llava(tmp_path, [GRIT], format="grit")
+    kinds = [[region.kind for region in source.draw(0, np.random.default_rng(seed)).regions] for seed in range(40)]
+    assert {tuple(kind) for kind in kinds} == {("point",) * 3 + ("box",), ("box",) * 4}
+    example = next(e for e in (source.draw(0, np.random.default_rng(seed)) for seed in range(9)) if e.regions[0].kind == "point")
+    point = example.regions[1]
+    assert 10 <= point.box.x1 <= 60 and 10 <= point.box.y1 <= 40
+    ys, xs = np.nonzero(region_mask(point, 100, 70))
+    assert xs.min() >= 10 and xs.max() <= 60 and ys.min() >= 10 and ys.max() <= 40
+    again = source.draw(0, np.random.default_rng(3))
+    assert [r.box for r in again.regions] == [r.box for r in source.draw(0, np.random.default_rng(3)).regions]
+
+
+def test_grit_point_lies_on_the_mask(tmp_path):
+    from mmkit.data.regions import encode_mask
+
+    mask = np.zeros((70, 100), bool)
+    mask[20:30, 50:58] = True
+    record = GRIT | {"masks": [[encode_mask(mask), None], [None]]}
+    source = llava(tmp_path, [record], format="grit")
+    for seed in range(9):
+        region = source.draw(0, np.random.default_rng(seed)).regions[1]
+        if region.kind == "point":
+            assert mask[int(region.box.y1), int(region.box.x1)]
+
+
+def test_grit_mention_of_a_missing_box_is_refused(tmp_path):
+    source = llava(tmp_path, [GRIT | {"box_x1y1x2y2": [[[1, 2, 3, 4]], []]}], format="grit")
+    with pytest.raises(BadRecord, match="box 1 of a message with 1"):
+        source[0]
+
+
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+def test_csv_pairs_pictures_with_captions(tmp_path, delimiter):
+    path = tmp_path / "pairs.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerows([["filepath", "title"], ["a.png", 'a "red", kite'], ["b.png", "two\nlines"]])
+    source = open_source(SourceConfig(name="c", format="csv", path=str(path)))
+    example = checked(source[0])
+    assert example.caption == 'a "red", kite' and example.images[0].data == str(tmp_path / "a.png") and len(source) == 2
+
+
+def test_parquet_with_encoded_pictures(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("MMKIT_CACHE", str(tmp_path / "cache"))
+    pictures = [Image.new("RGB", (4, 3), color) for color in ("red", "blue")]
+    table = datasets.Dataset.from_dict(
+        {"image": pictures, "question": ["which colour?"] * 2, "answer": ["red", "blue"]},
+        features=datasets.Features({"image": datasets.Image(), "question": datasets.Value("string"), "answer": datasets.Value("string")}),
+    )
+    table.to_parquet(str(tmp_path / "part-0.parquet"))
+    source = open_source(SourceConfig(name="p", format="parquet", path=str(tmp_path)))
+    example = checked(source[1])
+    assert isinstance(example.images[0].data, bytes) and example.turns[0].text == "<image>\nwhich colour?"
+    assert example.turns[1].text == "blue" and len(source) == 2
+
+
+def test_missing_parquet_and_text_are_named(tmp_path):
+    pytest.importorskip("datasets")
+    with pytest.raises(ConfigError, match="no parquet file at"):
+        open_source(SourceConfig(name="p", format="parquet", path=str(tmp_path / "x.parquet")))
+    with pytest.raises(BadRecord, match="has no text: it has image, note"):
+        llava(tmp_path, [{"image": "a.png", "note": 1}])[0]
+
+
+def test_mixture_opens_every_source(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([{"id": k, "conversations": CHAT} for k in range(4)]))
+    sources = [SourceConfig(name=name, format="llava", path=str(path)) for name in "ab"]
+    mix = open_mixture(DataConfig(sources=sources))
+    assert len(mix) == 8 and mix[5].source == "b" and set(READERS) >= {"llava", "grit", "parquet", "csv", "pack", "webdataset"}
