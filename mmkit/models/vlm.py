@@ -163,17 +163,17 @@ class VisionLanguageModel(nn.Module):
         places = match(batch["input_ids"] == REGION_TOKEN_INDEX, batch["region_real"].bool())
         return put(embeds, places, tokens)
 
-    def _after_layer(self, k: int, layer: nn.Module, args: tuple, output):
+    def _after_layer(self, k: int, layer: nn.Module, args: tuple, out):
         """Hook: after its decoder layer, sampler k refines the hidden states of all grid cells."""
         if self._vision is None:
             return None
         cells, memory = self._vision
-        hidden = output[0] if isinstance(output, tuple) else output
+        hidden = out[0] if isinstance(out, tuple) else out
         x = take(hidden, cells)  # (B, I*q*q, D)
         context = each_cell(memory.context, self.config.grid_side)
         new = self.samplers[k](x.reshape(-1, 1, x.shape[-1]), context, memory.mask, *memory.windows)
         hidden = put(hidden, cells, new.reshape(x.shape))
-        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+        return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
 
 
 def match(marks: Tensor, present: Tensor) -> Tensor:
