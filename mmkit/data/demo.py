@@ -21,7 +21,7 @@ from mmkit.data.example import Example
 
 log = logging.getLogger(__name__)
 SEED = 0
-VERSION = 1  # of the packs' content: a change makes new folders
+VERSION = 2  # of the packs' content: a change makes new folders
 
 
 @dataclass(frozen=True)

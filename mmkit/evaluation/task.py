@@ -101,13 +101,18 @@ class Task:
     @property
     def spec_hash(self) -> str:
         """Twelve hex digits that change with anything in the spec."""
-        return hashlib.sha256(json.dumps(self.spec, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        return hash_of(self.spec)
 
     def request(self, example: Example) -> Example:
         """The example as it is asked: the task's pictures and prompt, without the answer."""
         turns = self.prompt(example)
         asked = sum(turn.text.count("<region") for turn in turns)
         return Example(example.key, self.visuals(example), turns, example.regions[:asked], example.source, example.meta)
+
+
+def hash_of(spec: Mapping[str, Any]) -> str:
+    """Twelve hex digits of a spec."""
+    return hashlib.sha256(json.dumps(spec, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def _fingerprint(function: Callable) -> str:

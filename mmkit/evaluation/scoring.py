@@ -1,0 +1,119 @@
+"""``mmkit eval`` and the 04 notebook: the newest export of a run, its tasks, one results folder, and the demo's headline numbers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmkit.config import ClipConfig, ConfigError, RunConfig
+from mmkit.evaluation.runner import Progress, Result, evaluate, write_results
+from mmkit.evaluation.task import find
+from mmkit.evaluation.zero_shot import Share
+
+log = logging.getLogger(__name__)
+
+
+def evaluate_run(run: RunConfig, *, share: Share = Share(), progress: Progress | None = None) -> list[Result]:
+    """Scores the run's export on every task of ``run.evaluation``, and writes results.json and samples.jsonl into its folder.
+
+    ConfigError naming the command that makes a missing export, or the nearest task of an unknown one, before weights are read.
+    """
+    check_tasks(run)
+    export = export_of(run)
+    from mmkit.models.build import image_transforms, tokenizer
+    from mmkit.models.pretrained import from_pretrained
+
+    model, config = from_pretrained(export)
+    model.eval()
+    words = Path(export) / "tokenizer"
+    made = tokenizer(config, words) if words.is_dir() else tokenizer(config)
+    results = evaluate_model(run, model, config, made, image_transforms(config), share=share, progress=progress)
+    if share.rank == 0:
+        write_results(run.folder, results, {"export": str(export), "preset": run.preset, "headline": headline(results)})
+    return results
+
+
+def evaluate_model(
+    run: RunConfig, model, config, tokenizer, transforms, *, share: Share = Share(), progress: Progress | None = None
+) -> list[Result]:
+    """The same for a model at hand; nothing is written."""
+    settings = run.evaluation
+    if isinstance(config, ClipConfig):
+        from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS, Towers
+
+        towers = Towers.of(model, tokenizer, transforms)
+        return [find(name, CLIP_TASKS)(towers, batch=settings.batch, share=share, limit=settings.limit) for name in settings.tasks]
+    from mmkit.evaluation.answering import VlmAnswerer
+    from mmkit.evaluation.tasks.table import TASKS
+
+    answer = VlmAnswerer(model, config, tokenizer, transforms, run.train.precision)
+    chosen = [find(name, TASKS) for name in settings.tasks]
+    return [
+        evaluate(task, answer, batch=settings.batch, limit=settings.limit, share=share, seed=run.seed, progress=progress) for task in chosen
+    ]
+
+
+def check_tasks(run: RunConfig) -> None:
+    """ConfigError for a run without tasks or with one that is not in the table of its kind of model."""
+    from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS
+    from mmkit.evaluation.tasks.table import TASKS
+
+    if not run.evaluation.tasks:
+        raise ConfigError(f"evaluation.tasks of {run.preset!r} is empty; name at least one task")
+    table = CLIP_TASKS if isinstance(run.model, ClipConfig) else TASKS
+    for name in run.evaluation.tasks:
+        find(name, table)
+
+
+def export_of(run: RunConfig) -> Path:
+    """The export to score: ``start_from``, else the finetune stage's, else the pretrain stage's of the same preset and name."""
+    if run.start_from:
+        folders = [Path(run.start_from)]
+    else:
+        folders = [Path(run.root) / run.preset / stage / run.name for stage in ("finetune", "pretrain")]
+    for folder in folders:
+        for candidate in (folder / "export", folder):
+            if (candidate / "config.json").is_file():
+                return candidate
+    stage = "pretrain" if isinstance(run.model, ClipConfig) else "finetune"
+    name = "" if run.name == "default" else f" --name {run.name}"
+    raise ConfigError(
+        f"no export to score in {' or '.join(str(folder) for folder in folders)}; "
+        f"make one with: mmkit train --model {run.preset} --stage {stage}{name}"
+    )
+
+
+HEADLINES: Mapping[str, tuple[str, ...]] = {
+    "easy_vqa_exact_match": ("easy_vqa", "metrics", "exact_match"),
+    "easy_vqa_shuffled": ("easy_vqa", "controls", "shuffled", "metrics", "exact_match"),
+    "easy_vqa_shape": ("easy_vqa", "groups", "type", "shape", "exact_match"),
+    "easy_vqa_color": ("easy_vqa", "groups", "type", "colour", "exact_match"),
+    "easy_vqa_yes_no": ("easy_vqa", "groups", "type", "yes-no", "exact_match"),
+    "easy_vqa_prior": ("easy_vqa", "controls", "prior", "metrics", "exact_match"),
+    "easy_vqa_majority": ("easy_vqa", "controls", "majority", "metrics", "exact_match"),
+    "charts_exact_match": ("charts", "metrics", "exact_match"),
+    "charts_shuffled": ("charts", "controls", "shuffled", "metrics", "exact_match"),
+    "regions_refer": ("regions_refer", "metrics", "exact_match"),
+    "regions_ground_iou": ("regions_ground", "metrics", "iou"),
+    "clip_recall_at_5": ("clip_retrieval", "metrics", "image_to_text_R@5"),
+    "clip_chance_at_5": ("clip_retrieval", "controls", "chance", "metrics", "image_to_text_R@5"),
+    "clip_zero_shot": ("clip_zero_shot", "metrics", "acc1"),
+    "clip_majority": ("clip_zero_shot", "controls", "majority", "metrics", "acc1"),
+}
+
+
+def headline(results: Sequence[Result]) -> dict[str, float]:
+    """The named numbers that ``make demo`` collects, as far as these results hold them."""
+    by_task = {result.task: vars(result) for result in results}
+    found = {name: _at(by_task, path) for name, path in HEADLINES.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _at(tree: Any, path: Sequence[str]) -> float | None:
+    for part in path:
+        if not isinstance(tree, Mapping) or part not in tree:
+            return None
+        tree = tree[part]
+    return tree
