@@ -28,7 +28,7 @@ def encode(images):
 
 def examples(n, repeat=1):
     turns = (Turn("user", "<image>\nwhat"), Turn("assistant", "a kite"))
-    pictures = [np.full((5 + k, 7, 3), k, np.uint8) for k in range(n)]
+    pictures = [np.full((5 + k, 7, 3), k % 256, np.uint8) for k in range(n)]
     return [Example(f"k{k}", (ImageRef(pictures[k % n], name=f"p{k % n}"),), turns) for k in range(n * repeat)]
 
 
@@ -124,7 +124,7 @@ def test_size_is_bounded_and_the_longest_unused_cache_makes_room(tmp_path):
     second = precompute(examples(4), [transform], encode, "b", folder=tmp_path, max_bytes=size + 1000)
     assert not list(first.folder.glob("part-*")) and len(second) == 4
     with pytest.raises(ConfigError, match="cached features need about .* set data.cache_dir"):
-        precompute(examples(400), [transform], encode, "c", folder=tmp_path, max_bytes=1000)
+        precompute(examples(100), [transform], encode, "c", folder=tmp_path, max_bytes=1000)
     assert not list(tmp_path.rglob("*.tmp"))
 
 
