@@ -67,8 +67,11 @@ def train(
     on_log: Callable[[Row], None] | None = None,
     on_save: Callable[[int], None] | None = None,
     on_eval: Callable[[TrainState], dict[str, float]] | None = None,
+    on_assemble: Callable[[TrainState], None] | None = None,
 ) -> TrainResult:
     """Trains one stage and leaves checkpoints, metrics.jsonl and export/ in ``run.folder``.
+
+    ``on_assemble`` sees each state before its first step: at the beginning and after every rewind.
 
     Raises ConfigError for wrong settings before any work, CheckpointError for a damaged or unsuitable checkpoint or a full disk.
     """
@@ -77,6 +80,8 @@ def train(
     with Interrupt() as interrupt:
         while True:
             state = assemble(run)
+            if on_assemble:
+                on_assemble(state)
             try:
                 outcome = run_from(state, hooks, interrupt, rewind)
             finally:

@@ -1,0 +1,77 @@
+"""Whole contrastive runs: what is logged, accumulation, the rehearsal of the ViT-L/14 story."""
+
+import json
+import math
+
+import pytest
+
+from mmkit.config import ConfigError
+from mmkit.training.loop import train
+from mmkit.training.rehearsal import layer_of, rehearse
+from tests.training.tiny_clip import clip_run, shards
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    patch = pytest.MonkeyPatch()
+    patch.setenv("MMKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+    yield shards(tmp_path_factory.mktemp("shards"))
+    patch.undo()
+
+
+def lines(folder):
+    return [json.loads(line) for line in open(f"{folder}/metrics.jsonl")]
+
+
+def test_a_run_on_shards_learns_and_logs_what_tells_its_health(tmp_path, data):
+    run = clip_run(tmp_path, data, steps=12)
+    result = train(run)
+    rows = lines(run.folder)
+    assert result.reason == "done" and len(rows) == 12
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    first = rows[0]
+    assert first["loss_gap"] == pytest.approx(first["loss"] - math.log(12), abs=1e-4)
+    assert first["logit_scale"] == pytest.approx(14.2857, abs=1e-2) and first["max_logit"] <= 14.3 and first["duplicate_share"] == 0
+    towers = [first[f"grad_norm_{name}"] for name in ("image", "text", "scale")]
+    assert math.sqrt(sum(norm**2 for norm in towers)) == pytest.approx(first["grad_norm"], rel=1e-4)
+
+
+def test_accumulation_changes_neither_losses_nor_gradients(tmp_path, data):
+    whole, parts = (clip_run(tmp_path, data, name=f"d{size}", device_batch=size, steps=4) for size in (12, 4))
+    train(whole)
+    train(parts)
+    for a, b in zip(lines(whole.folder), lines(parts.folder), strict=True):
+        for name in ("loss", "grad_norm", "grad_norm_scale", "logit_scale", "loss_gap", "duplicate_share"):
+            assert a[name] == pytest.approx(b[name], rel=2e-3, abs=1e-5), name
+
+
+def test_gathering_without_gradient_stops_before_anything_is_read(tmp_path):
+    with pytest.raises(ConfigError, match="gather_with_grad"):
+        train(clip_run(tmp_path, "/nowhere.tar", contrastive={"gather_with_grad": False}))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_fp16_overflow_is_gone_back_from_and_the_run_ends_in_fp32_near_the_clean_one(tmp_path, data):
+    story = rehearse(clip_run(tmp_path, data, steps=16), at_step=9)
+    assert story.clean.reason == story.strained.reason == "done"
+    assert [event["decision"]["cause"] for event in story.events] == ["non-finite loss"]
+    decision = story.events[0]["decision"]
+    assert decision["step"] == 10 and decision["rewind_to"] == 9 and decision["precision"] == "fp32" and len(decision["keys"]) == 12
+    assert [row["step"] for row in story.events[0]["last_steps"]][-1] == 10
+    assert any(row["not_finite"] for row in story.events[0]["activations"])
+    rows = lines(f"{tmp_path}/runs/test/pretrain/default-strained")
+    assert rows[-1]["step"] == 16 and all(isinstance(row["loss"], float) for row in rows[10:])
+    assert abs(story.gap) < 0.6
+
+
+def test_the_strained_layer_can_be_named_and_must_exist(tmp_path, data):
+    from mmkit.models.build import build
+
+    run = clip_run(tmp_path, data)
+    model = build(run.model)
+    assert layer_of(model, "clip.transformer.resblocks.0.mlp.c_fc") is model.clip.transformer.resblocks[0].mlp.c_fc
+    assert layer_of(model) is model.clip.visual.transformer.resblocks[1].mlp.c_proj
+    with pytest.raises(ConfigError, match="no layer 'nothing'"):
+        layer_of(model, "nothing")
+    with pytest.raises(ConfigError, match="earlier"):
+        rehearse(run, at_step=8)
