@@ -9,11 +9,14 @@ import tarfile
 import fsspec
 import numpy as np
 import pytest
+import torch
 import webdataset
+from PIL import Image
 
-from mmkit.config import ConfigError, DataConfig, FilterRule, SourceConfig
+from mmkit.config import ClipConfig, ConfigError, DataConfig, FilterRule, SourceConfig
 from mmkit.data import tar_files
 from mmkit.data.example import BadRecord
+from mmkit.data.loader import loader
 from mmkit.data.mixture import Mixture
 from mmkit.data.shards import ShardSource, check_enough, open_shards, report, shard_order, split, unique_expected
 from mmkit.data.tar_files import ShardError, expand, members, read_range, retried
@@ -194,6 +197,42 @@ def test_an_epoch_shows_every_sample_once_and_differs_by_epoch(tmp_path):
     assert orders[0] == source.draw_order(np.random.default_rng([0, 0]), 30).tolist()
     mixture = Mixture([source_config(tmp_path)], [source])
     assert sorted(mixture.order(0, 0).members.tolist()) == list(range(30))
+
+
+class Tokens:
+    def __call__(self, texts):
+        return torch.tensor([[len(text)] for text in texts])
+
+
+def shard_loader(folder, rank, world, workers, state=None):
+    config = source_config(folder)
+    mixture = Mixture([config], [open_shards(config)])
+    data, model = DataConfig(workers=workers), ClipConfig(name="ViT-B-32")
+    picture = lambda image: torch.zeros(3, 1, 1)
+    return loader(data, model, Tokens(), [picture], train=True, seed=3, rank=rank, world=world, device_batch=5, state=state, source=mixture)
+
+
+@pytest.mark.parametrize("later", [(2, 2), (1, 3), (4, 0)])
+def test_an_epoch_of_shards_is_read_exactly_once_across_a_stop(tmp_path, later):
+    """6 shards of 10 on 2 processes x 2 workers, stopped after 20 samples, resumed on ``later`` processes and workers."""
+    out = io.BytesIO()
+    Image.new("RGB", (2, 2)).save(out, "png")
+    with ShardWriter(str(tmp_path), max_samples=10) as writer:
+        for i in range(60):
+            writer.write(f"{i:03d}", {"png": out.getvalue(), "txt": "x"})
+    seen, states = [], []
+    for rank in range(2):
+        with shard_loader(tmp_path, rank, 2, 2) as first:
+            for _ in range(2):
+                seen += next(first).keys
+            states.append(first.state_dict())
+    assert len(seen) == 20 and states[0] == states[1]
+    world, workers = later
+    for rank in range(world):
+        with shard_loader(tmp_path, rank, world, workers, states[0]) as rest:
+            for _ in range(40 // (5 * world)):
+                seen += next(rest).keys
+    assert sorted(seen) == [f"{i:03d}" for i in range(60)]
 
 
 def test_neighbours_of_an_epoch_lie_in_few_shards(tmp_path, monkeypatch):
