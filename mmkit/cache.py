@@ -54,7 +54,7 @@ def _replace_folder(work: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
-    """Yields a temporary file path beside ``path``; it is flushed to disk and renamed onto ``path`` when the block ends without an error."""
+    """Yields a temporary file beside ``path``, flushed to disk and renamed onto ``path`` when the block ends without an error."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)

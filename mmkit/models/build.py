@@ -93,7 +93,10 @@ def tokenizer(config: ModelConfig, folder: str | Path | None = None):
     out.padding_side = config.language.padding_side
     size = config.language.architecture.get("vocab_size")
     if size is not None and len(out) > size:
-        raise ConfigError(f"tokenizer {source!r} has {len(out)} entries, language.architecture.vocab_size is {size}; use at least {len(out)}")
+        raise ConfigError(
+            f"tokenizer {source!r} has {len(out)} entries, language.architecture.vocab_size is {size}; "
+            f"use at least {len(out)}"
+        )
     return out
 
 

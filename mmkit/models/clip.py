@@ -145,7 +145,10 @@ def architecture_of(config: ClipConfig) -> dict[str, Any]:
 
     settings = copy.deepcopy(config.architecture) or open_clip.get_model_config(config.name)
     if settings is None:
-        raise ConfigError(f"open_clip has no model {config.name!r} and no `architecture` is given{nearest(config.name, open_clip.list_models())}")
+        raise ConfigError(
+            f"open_clip has no model {config.name!r} and no `architecture` is "
+            f"given{nearest(config.name, open_clip.list_models())}"
+        )
     settings.setdefault("quick_gelu", False)
     if config.init_logit_scale != ClipConfig.model_fields["init_logit_scale"].default or "init_logit_scale" not in settings:
         settings["init_logit_scale"] = config.init_logit_scale
@@ -207,7 +210,10 @@ def _load_tower_pack(model: ClipModel, name: str) -> None:
         raise ConfigError(f"model.tower_packs names {name!r}, which fills {owner}; model {model.config.name!r} has none")
     wanted = tower.state_dict()
     if missing := sorted(set(wanted) - set(stored)):
-        raise ConfigError(f"tower pack {name!r} does not fit model {model.config.name!r}: it lacks {len(missing)} tensors, first {missing[0]}")
+        raise ConfigError(
+            f"tower pack {name!r} does not fit model {model.config.name!r}: it lacks {len(missing)} tensors, "
+            f"first {missing[0]}"
+        )
     for key, value in wanted.items():
         if value.shape != stored[key].shape:
             raise ConfigError(f"tower pack {name!r}: {key} has shape {tuple(stored[key].shape)}, the model needs {tuple(value.shape)}")
@@ -248,7 +254,10 @@ def _download(tag: dict[str, Any], weights: str) -> str:
     try:
         return open_clip.download_pretrained(tag)
     except Exception as error:  # hub, URL and disk errors of three libraries; the cause is kept
-        raise ValueError(f"open_clip weights {weights!r} are neither cached nor reachable ({type(error).__name__}); give a local file") from error
+        raise ValueError(
+            f"open_clip weights {weights!r} are neither cached nor reachable ({type(error).__name__}); "
+            "give a local file"
+        ) from error
 
 
 # ---------------------------------------------------------------- tokenizer, transforms
@@ -270,7 +279,10 @@ def clip_tokenizer(config: ClipConfig) -> Callable:
 
 
 def clip_transform(config: ClipConfig, train: bool = False, augment_scale: tuple[float, float] = (0.9, 1.0)) -> Callable:
-    """open_clip's transform: PIL image -> (3, h, w). ``train``: RandomResizedCrop with area share ``augment_scale``, by torch's global generator."""
+    """open_clip's transform: PIL image -> (3, h, w).
+
+    ``train``: RandomResizedCrop with area share ``augment_scale``, by torch's global generator.
+    """
     import open_clip
 
     settings = _preprocess(config)

@@ -52,7 +52,9 @@ class EncoderSpec:
     architecture: dict[str, Any] = field(default_factory=dict)
 
 
-_CLIP_L = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, patch_size=14, hidden_act="quick_gelu")
+_CLIP_L = dict(
+    hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, patch_size=14, hidden_act="quick_gelu"
+)
 _DINOV2_G = dict(hidden_size=1536, num_hidden_layers=40, num_attention_heads=24, patch_size=14, image_size=518, use_swiglu_ffn=True)
 
 ENCODERS: dict[str, EncoderSpec] = {
@@ -351,13 +353,19 @@ def source_tensors(encoder: Encoder, config: EncoderConfig) -> Iterator[tuple[st
         if name not in wanted:
             unexpected += [] if name in encoder.dropped else [name]
         elif tensor.shape != wanted[name]:
-            raise ValueError(f"encoder {config.name!r} from {source}: {name} has shape {tuple(tensor.shape)}, the model needs {tuple(wanted[name])}")
+            raise ValueError(
+                f"encoder {config.name!r} from {source}: {name} has shape {tuple(tensor.shape)}, "
+                f"the model needs {tuple(wanted[name])}"
+            )
         else:
             found.add(name)
             yield f"trunk.{name}", tensor
     missing = sorted(name for name in set(wanted) - found if not name.endswith("num_batches_tracked"))
     if missing or unexpected:
-        raise ValueError(f"encoder {config.name!r} from {source}: missing {missing or 'nothing'}; unexpected {sorted(unexpected) or 'nothing'}")
+        raise ValueError(
+            f"encoder {config.name!r} from {source}: missing {missing or 'nothing'}; "
+            f"unexpected {sorted(unexpected) or 'nothing'}"
+        )
 
 
 def _in_trunk_names(source: str, family: str) -> Iterator[tuple[str, Tensor]]:

@@ -108,9 +108,11 @@ def _write_from_gguf(source: Path, folder: Path) -> None:
     except ImportError as error:
         raise ValueError(f"reading {source.name} needs the package gguf ({error}); run: {PACKS['smollm2'].install}") from None
     # The tensors are plain fp32 after loading; these marks would make save_pretrained and peft refuse them.
-    for owner, mark in ((model, "hf_quantizer"), (model, "is_quantized"), (model, "quantization_method"), (model.config, "quantization_config")):
-        if hasattr(owner, mark):
-            delattr(owner, mark)
+    for mark in ("hf_quantizer", "is_quantized", "quantization_method"):
+        if hasattr(model, mark):
+            delattr(model, mark)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

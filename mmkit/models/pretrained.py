@@ -108,7 +108,10 @@ def _stored(stream: Iterable[tuple[str, Tensor]], sources: dict[str, _Source], r
             entry = references.setdefault(unit, {"source": sources[unit].source, "tensors": {}})
             entry["tensors"][name] = digest
         elif quantised:
-            raise ValueError(f"{name} is quantised and its unquantised source cannot be read; make the source reachable or train with bits: 16")
+            raise ValueError(
+                f"{name} is quantised and its unquantised source cannot be read; make the source reachable or train with bits: "
+                "16"
+            )
         else:
             yield name, tensor
 
@@ -222,8 +225,8 @@ def lora_config(stored: dict[str, Any], source: str):
     unknown = {key: value for key, value in stored.items() if key not in known}
     if active := {key: value for key, value in unknown.items() if value not in (None, False, "", [], {}) and key != "peft_version"}:
         raise ValueError(
-            f"{source}: adapter settings {active} are unknown to peft {peft.__version__} (written by peft {version or 'of unknown version'}); "
-            "install that version or a newer one"
+            f"{source}: adapter settings {active} are unknown to peft {peft.__version__} "
+            f"(written by peft {version or 'of unknown version'}); install that version or a newer one"
         )
     if off := sorted(set(unknown) - {"peft_version"}):
         logger.info("%s: ignored adapter settings that are off and unknown to peft %s: %s", source, peft.__version__, ", ".join(off))
@@ -271,7 +274,10 @@ def read_config(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
     except ValidationError as error:
         raise ConfigError(f"{path} (written by mmkit {content[MARK]}): {error.errors()[0]['msg']} at {error.errors()[0]['loc']}") from None
     if isinstance(config, ClipConfig) and "quick_gelu" not in (config.architecture or {}):
-        raise ConfigError(f"{path} does not say which activation the weights belong to; add model.architecture.quick_gelu (true for OpenAI's)")
+        raise ConfigError(
+            f"{path} does not say which activation the weights belong to; "
+            "add model.architecture.quick_gelu (true for OpenAI's)"
+        )
     return config, content
 
 

@@ -95,7 +95,10 @@ def test_a_published_preset_has_its_exact_size_without_memory(name):
 
 
 def test_clip_vit_l_14_has_427_62_million_parameters():
-    """open_clip's profile of the laion2B run: 303.97M image + 123.65M text; text: 49408 x 768 words, 77 places, 12 layers, norm, 768 x 768."""
+    """open_clip's profile of the laion2B run: 303.97M image + 123.65M text.
+
+    Text: 49408 x 768 words, 77 places, 12 layers, norm, 768 x 768.
+    """
     model = build(load("clip-vit-l-14", "pretrain").model, device="meta")
     found = counts(model, clip.COMPONENTS)
     layer = 4 * 768 + 4 * (768 * 768 + 768) + (768 * 3072 + 3072) + (3072 * 768 + 768)

@@ -104,6 +104,7 @@ def vlm_config(original: Mapping[str, Any], encoders: Sequence[EncoderConfig] | 
         return config.model_copy(update={"encoders": tuple(encoders)}) if encoders else config
     system = system_of(original)
     known = PUBLISHED.get((system, original["hidden_size"], original["vocab_size"]))
+    llava_fit = "pad" if original.get("image_aspect_ratio") == "pad" else "square"
     return VlmConfig(
         encoders=tuple(encoders) if encoders else _encoders(original),
         connector=_connector(original, system),
@@ -111,7 +112,7 @@ def vlm_config(original: Mapping[str, Any], encoders: Sequence[EncoderConfig] | 
         language=_language(original, known),
         regions=_regions(original),
         template=known.template if known else TEMPLATES[system],
-        image_fit={"cambrian": "pad", "ferret": "stretch"}.get(system) or ("pad" if original.get("image_aspect_ratio") == "pad" else "square"),
+        image_fit={"cambrian": "pad", "ferret": "stretch", "llava": llava_fit}[system],
     )
 
 
@@ -128,7 +129,10 @@ def _encoders(original: Mapping[str, Any]) -> tuple[EncoderConfig, ...]:
     for tower, length in zip(towers, lengths, strict=True):
         name = re.sub(r"-interp\d+$", "", str(tower))
         if name not in ENCODER_NAMES:
-            raise ConfigError(f"vision tower {tower!r} of config.json is not known{nearest(name, ENCODER_NAMES)}; known: {', '.join(ENCODER_NAMES)}")
+            raise ConfigError(
+                f"vision tower {tower!r} of config.json is not known{nearest(name, ENCODER_NAMES)}; known: "
+                f"{', '.join(ENCODER_NAMES)}"
+            )
         out.append(EncoderConfig(name=ENCODER_NAMES[name], side=_side(length, f"token count of {tower}")))
     layer = original.get("mm_vision_select_layer", -2)
     if any(encoder.name == "clip-l-336" for encoder in out) and layer != -2:
@@ -177,7 +181,10 @@ def _regions(original: Mapping[str, Any]) -> RegionConfig | None:
 def _language(original: Mapping[str, Any], known: Published | None) -> LanguageConfig:
     kind = original.get("model_type", "llama")
     if kind not in LANGUAGE_TYPES:
-        raise ConfigError(f"model_type {kind!r} of config.json is not known{nearest(kind, LANGUAGE_TYPES)}; known: {', '.join(LANGUAGE_TYPES)}")
+        raise ConfigError(
+            f"model_type {kind!r} of config.json is not known{nearest(kind, LANGUAGE_TYPES)}; known: "
+            f"{', '.join(LANGUAGE_TYPES)}"
+        )
     fields = {name: original[name] for name in LANGUAGE_FIELDS if original.get(name) is not None}
     return LanguageConfig(
         source=known.source if known else "random",

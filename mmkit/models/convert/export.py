@@ -60,8 +60,8 @@ def _write_system(model: nn.Module, work: Path, kind: str) -> None:
 
 def _original_names(model: nn.Module, system: str) -> Stream:
     linear, mean = model.config.connector.kind == "linear", bool(model.config.regions and model.config.regions.kind == "mean")
-    pairs = list(zip(model.encoders, model.config.encoders, strict=True))
-    own = {i for i, (encoder, settings) in enumerate(pairs) if settings.weights == "random" or any(p.requires_grad for p in encoder.parameters())}
+    trained = [any(parameter.requires_grad for parameter in encoder.parameters()) for encoder in model.encoders]
+    own = {i for i, settings in enumerate(model.config.encoders) if trained[i] or settings.weights == "random"}
     for name, tensor in _untied(model):
         if not name.startswith("encoders."):
             yield names.original(name, linear=linear, mean=mean), tensor

@@ -41,4 +41,7 @@ def _sum(name: str, delta: Tensor, base: Tensor) -> Tensor:
 def check_not_delta(tensors: Lookup, path: Path) -> None:
     """ValueError where the final norm is about zero: a difference taken for weights gives fluent nonsense, not an error."""
     if NORM in tensors and tensors[NORM].float().abs().mean() < 0.01:
-        raise ValueError(f"{path} holds a difference to a base model ({NORM} is about 0); give the base (Vicuna v1.3 of the same size) as base")
+        raise ValueError(
+            f"{path} holds a difference to a base model ({NORM} is about 0); "
+            "give the base (Vicuna v1.3 of the same size) as base"
+        )

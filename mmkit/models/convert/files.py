@@ -157,7 +157,12 @@ def pickled(file: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
 
 
-def fill(model: nn.Module, stream: Iterable[tuple[str, torch.Tensor]], source: str, optional: Callable[[str], bool] = lambda name: False) -> None:
+def fill(
+    model: nn.Module,
+    stream: Iterable[tuple[str, torch.Tensor]],
+    source: str,
+    optional: Callable[[str], bool] = lambda name: False,
+) -> None:
     """Copies a stream of (name, tensor) into ``model``; ValueError listing every missing, unexpected or misshapen tensor by name.
 
     Tensors for which ``optional`` is true may be missing. Tied tensors need one of their names only.
@@ -184,7 +189,10 @@ def fill(model: nn.Module, stream: Iterable[tuple[str, torch.Tensor]], source: s
 
 
 def write(stream: Iterable[tuple[str, torch.Tensor]], folder: Path, stem: str = "model") -> list[str]:
-    """Writes a stream as ``stem.safetensors``, or as numbered files with an index where it is larger than `SHARD_BYTES`. Returns all names."""
+    """Writes a stream as ``stem.safetensors``, or as numbered files with an index where it is larger than `SHARD_BYTES`.
+
+    Returns the names of all tensors.
+    """
     from safetensors.torch import save_file
 
     parts: list[list[str]] = []
@@ -208,5 +216,6 @@ def write(stream: Iterable[tuple[str, torch.Tensor]], folder: Path, stem: str = 
         final = f"{stem}-{index + 1:05d}-of-{len(parts):05d}.safetensors"
         (folder / f"{stem}-{index:05d}.part").rename(folder / final)
         weight_map |= dict.fromkeys(group, final)
-    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1), encoding="utf8")
+    index = json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1)
+    (folder / f"{stem}.safetensors.index.json").write_text(index, encoding="utf8")
     return list(weight_map)

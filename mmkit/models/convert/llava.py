@@ -27,7 +27,10 @@ def adapter_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder}: adapter of type {config['peft_type']!r}; only LORA is read")
     for name in ("use_dora", "alpha_pattern", "modules_to_save"):
         if config.get(name):
-            raise ValueError(f"{folder}: adapter_config.json has {name} = {config[name]!r}, which cannot be merged here; merge it with peft first")
+            raise ValueError(
+                f"{folder}: adapter_config.json has {name} = {config[name]!r}, which cannot be merged here; "
+                "merge it with peft first"
+            )
     return config
 
 
@@ -42,8 +45,12 @@ def adapter_halves(folder: Path) -> dict[str, dict[str, Tensor]]:
         if not match:
             raise ValueError(f"{file}: {name} is no LoRA weight")
         halves.setdefault(match["layer"], {})[match["half"]] = tensor
-    if broken := sorted(layer for layer, pair in halves.items() if set(pair) != {"A", "B"} or any(not half.numel() for half in pair.values())):
-        raise ValueError(f"{file}: {len(broken)} layers lack a half or have an empty one (a ZeRO-3 save without gathering?): {', '.join(broken)}")
+    whole = {layer for layer, pair in halves.items() if set(pair) == {"A", "B"} and all(half.numel() for half in pair.values())}
+    if broken := sorted(set(halves) - whole):
+        raise ValueError(
+            f"{file}: {len(broken)} layers lack a half or have an empty one (a ZeRO-3 save without gathering?): "
+            f"{', '.join(broken)}"
+        )
     return halves
 
 

@@ -52,7 +52,8 @@ _WRAPPERS = re.compile(r"^(?:(?:module|_orig_mod|base_model\.model)\.)+")
 
 # What stands before the name of a connector or region tensor in adapter-only files, which differ in their prefixes.
 PART = re.compile(
-    r"^.*?(?=(?:mm_projector|vision_query|vision_sampler|image_newline|region_geo_sampler|region_fea_adapter)[._]|(?:vision_query|image_newline)$)"
+    r"^.*?(?=(?:mm_projector|vision_query|vision_sampler|image_newline|region_geo_sampler|region_fea_adapter)[._]"
+    r"|(?:vision_query|image_newline)$)"
 )
 
 
@@ -62,7 +63,10 @@ def unwrapped(name: str) -> str:
 
 
 def ours(name: str) -> str:
-    """Our name of an original tensor; wrapper prefixes (``module.``, ``_orig_mod.``, peft's) are dropped, the rest is the language model's."""
+    """Our name of an original tensor; wrapper prefixes (``module.``, ``_orig_mod.``, peft's) are dropped.
+
+    What no rule names is the language model's.
+    """
     name = unwrapped(name)
     for there, here in _STEMS:
         if (renamed := _swap(name, there, here)) is not None:

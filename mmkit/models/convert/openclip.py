@@ -58,7 +58,10 @@ def config_of(folder: Path) -> ClipConfig:
 
     path = Path(folder) / CONFIG_FILE
     if not path.is_file():
-        raise ValueError(f"{folder} has no {CONFIG_FILE}, so its architecture is unknown; name it (base=NAME of open_clip, or a JSON config)")
+        raise ValueError(
+            f"{folder} has no {CONFIG_FILE}, so its architecture is unknown; name it (base=NAME of open_clip, "
+            "or a JSON config)"
+        )
     stored = json.loads(path.read_text(encoding="utf8"))
     preprocess = stored.get("preprocess_cfg", {})
     architecture = {"quick_gelu": False} | stored["model_cfg"]

@@ -45,7 +45,10 @@ def kind_of(path: Path) -> str:
             return "projector"
         if (path / "config.json").is_file():
             return "full"
-        raise ValueError(f"{path} is no published checkpoint: it has no config.json, {openclip.CONFIG_FILE}, adapter_config.json or rank files")
+        raise ValueError(
+            f"{path} is no published checkpoint: it has no config.json, {openclip.CONFIG_FILE}, "
+            "adapter_config.json or rank files"
+        )
     found = [names.unwrapped(name) for name in files.names(path)]
     if any(name.startswith("visual.") for name in found):
         return "openclip"
