@@ -47,6 +47,7 @@ class TrainState:
     total_steps: int
     accumulate: Callable  # window of batches, count -> what the objective returned for each
     frozen: dict[str, Any]  # fingerprint of the frozen weights
+    trained: dict[str, torch.Size]  # name -> whole shape of every trained parameter
     tables: dict[str, Any]  # for people: parameter groups, adapters, components
     started_from: str | None = None  # the export whose weights it began with
     components: tuple = ()  # the model file's table: name pattern -> component
@@ -72,6 +73,7 @@ def assemble(run: RunConfig) -> TrainState:
     model, parts = build_model(run)
     tables = prepare_model(model, run, parts.COMPONENTS)
     frozen = fingerprint(model)
+    trained = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
     objective = make_objective(model, run, backend)
     factory = optimizer_factory(model, parts.COMPONENTS, run.train.optimizer)
     data = make_loader(run, model, backend)
@@ -89,7 +91,7 @@ def assemble(run: RunConfig) -> TrainState:
     checkpoints = Checkpoints(f"{run.folder}/checkpoints", run.train.checkpoint, backend)
     return TrainState(
         run, backend, model, wrapped, data, Schedule(run.train.optimizer, total), guard, checkpoints, total,
-        accumulator(run, wrapped, objective, backend), frozen, tables, started_from=parent_export(run), components=parts.COMPONENTS,
+        accumulator(run, wrapped, objective, backend), frozen, trained, tables, started_from=parent_export(run), components=parts.COMPONENTS,
         blocks=parts.BLOCKS, precisions=[{"step": 0, "precision": run.train.precision}],
     )  # fmt: skip
 

@@ -19,9 +19,9 @@ import yaml
 from torch import Tensor
 
 from mmkit.config import ConfigError, RunConfig, to_yaml
-from mmkit.sharding.backend import plain_name
 from mmkit.training.assemble import TrainState, seed_everything
 from mmkit.training.checkpoint import CheckpointError, open_verified, trained_buffers
+from mmkit.training.foreign import is_foreign, restore_foreign
 from mmkit.training.metrics import MetricsFile, environment
 from mmkit.training.storage import Store
 from mmkit.training.weights import build_model
@@ -56,13 +56,13 @@ def random_state(state: TrainState) -> dict[str, Any]:
 
 def set_random_state(state: TrainState, saved: list[dict]) -> None:
     """Takes back this rank's random state; a rank the saving run did not have gets a seed of its own."""
-    rank = state.backend.rank
-    if rank >= len(saved):
-        seed_everything(state.run.seed + 1 + rank + 1000 * state.step)
+    place = state.backend.rank
+    if place >= len(saved):
+        seed_everything(state.run.seed + 1 + place + 1000 * state.step)
         return
-    own = saved[rank]
-    kind, words, place = own["numpy"]
-    np.random.set_state((kind, np.array(words, dtype=np.uint32), place))
+    own = saved[place]
+    kind, words, index = own["numpy"]
+    np.random.set_state((kind, np.array(words, dtype=np.uint32), index))
     version, internal, gauss = own["python"]
     random.setstate((version, tuple(internal), gauss))
     state.backend.set_rng_state(own["torch"])
@@ -71,8 +71,11 @@ def set_random_state(state: TrainState, saved: list[dict]) -> None:
 def restore(state: TrainState, path: str, keep_data_position: dict | None = None) -> None:
     """Takes over weights, moments, data position, random states and schedule of the checkpoint at ``path``. All processes.
 
-    ``keep_data_position``: a loader state to go on from instead of the checkpoint's (after a rewind).
+    ``keep_data_position``: a loader state to go on from instead of the checkpoint's (after a rewind). ``path`` may be DeepSpeed's.
     """
+    if is_foreign(path):
+        restore_foreign(state, path)
+        return
     saved = open_verified(path, state.backend)
     values = saved.state
     if saved.manifest["frozen"] != state.frozen and state.run.train.bits == 16:
@@ -81,7 +84,7 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
             f"{str(saved.manifest['frozen'].get('sha256'))[:12]}) than this run has ({state.frozen['parameters']}, {state.frozen['sha256'][:12]}); "
             "start from the same export and sources, or use resume=never"
         )
-    saved.require(plain_name(name) for name, p in state.model.named_parameters() if p.requires_grad)
+    saved.require(state.trained)
     state.backend.import_state(saved.get, values["backend"]["optimizer_step"])
     state.backend.load_extra_state(values["backend"])
     buffers = trained_buffers(state.model)
@@ -110,8 +113,11 @@ def resume_path(state: TrainState) -> str | None:
             set_aside(run.folder)
         state.backend.barrier()
         return None
-    if Store(run.resume).size("manifest.json") is None:
-        raise ConfigError(f"resume = {run.resume!r} is no complete checkpoint (it has no manifest.json); give auto, never or a step-XXXXXXXX folder")
+    if Store(run.resume).size("manifest.json") is None and not is_foreign(run.resume):
+        raise ConfigError(
+            f"resume = {run.resume!r} is no complete checkpoint (it has no manifest.json); give auto, never, a step-XXXXXXXX folder or a "
+            "DeepSpeed checkpoint"
+        )
     return run.resume
 
 
