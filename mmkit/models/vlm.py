@@ -253,7 +253,8 @@ BLOCKS = (
 )
 COMPONENTS = (
     (r"encoders\..*", "encoders"),
-    (r"(connector|samplers)\..*", "connector"),
+    (r"connector\..*", "connector"),
+    (r"samplers\..*", "samplers"),
     (r"regions\..*", "regions"),
     (r"language\..*", "language"),
 )
