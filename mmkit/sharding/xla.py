@@ -32,6 +32,7 @@ from mmkit.sharding.single import SingleBackend, check_shapes
 
 log = logging.getLogger(__name__)
 AXES = ("data", "fsdp")
+SMALLEST_RATE = 1e-30  # AdamW with its step on the device divides by the rate: 0, as at the start of a warm-up, would give NaN
 MATMUL = {"fp32": "highest", "tf32": "high", "bf16": "default"}
 
 
@@ -110,7 +111,7 @@ class XlaBackend(HostTalk, SingleBackend):
         if factory:
             for group in self.optimizer.param_groups:
                 group["capturable"], group["foreach"], group["fused"] = True, False, False
-                group["lr"] = torch.tensor(float(group["lr"]), device=self.device)
+            self.set_learning_rates([group["lr"] for group in self.optimizer.param_groups])
             self._begin_states()
         self.sync()
 
@@ -187,7 +188,13 @@ class XlaBackend(HostTalk, SingleBackend):
     def set_learning_rates(self, rates: Sequence[float]) -> None:
         """See `Backend.set_learning_rates`; the rate is data of the program, not a constant in it."""
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = torch.tensor(float(rate)).to(self.device)
+            group["lr"] = self._upload(torch.tensor(max(float(rate), SMALLEST_RATE)))
+
+    def _upload(self, tensor: Tensor) -> Tensor:
+        """On the device as data. ``.to`` makes 0 and 1 constants of the program, and the next value compiles another one."""
+        from torch_xla.core import xla_model
+
+        return xla_model.send_cpu_data_to_device([tensor], self.device)[0]
 
     def checkpoint(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """See `Backend.checkpoint`; torch_xla's own, which is re-entrant: every tensor goes in as an argument of its own."""
@@ -228,7 +235,7 @@ class XlaBackend(HostTalk, SingleBackend):
         total = torch.as_tensor(value).detach().clone()
         if self.world > 1:
             dist.all_reduce(total)
-        return total.to(self.device)
+        return self._upload(total)
 
     # ------------------------------------------------------------ state
 

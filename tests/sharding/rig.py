@@ -80,7 +80,7 @@ def one_step(backend, model, case, step: int, job: dict) -> list:
             loss = model(backend.shard(batch), mode="loss")["loss_sum"]
             losses.append(loss.detach())
             poisoned = step in job.get("poison", ()) and backend.rank == backend.world - 1 and i == 0
-            factor = torch.tensor(float("inf") if poisoned else 1.0).to(backend.device)
+            factor = backend.shard({"factor": torch.tensor(float("inf") if poisoned else 1.0)})["factor"]
             backend.backward(loss * factor / count, last=i == window - 1)
         total = sum(losses)
     backend.set_learning_rates([case.train.optimizer.lr * (1 + step % 3) / 3] * len(backend.optimizer.param_groups))

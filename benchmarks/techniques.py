@@ -1,0 +1,244 @@
+"""Seven techniques that promise memory or speed, each measured as a ratio on one small language model, beside what is claimed for it.
+
+    python benchmarks/techniques.py [--out benchmarks/results/techniques.csv] [--processes 2]
+
+Bytes are counted, not sampled: every live tensor's storage once (model, gradients, moments, buffers of the machinery), or every tensor that
+autograd keeps for backward. Times are medians of steps on this machine's CPU; on an accelerator they will differ, the byte ratios of
+ZeRO, LoRA, 4-bit weights and checkpointing will not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FIELDS = ("technique", "quantity", "unit", "baseline", "without", "with", "saved_percent", "claimed_percent")
+CLAIMS = {"ZeRO": "50", "LoRA": "90", "4-bit weights": "75", "gradient checkpointing": "40-50", "mixed precision": "20-30"}
+SIZES = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "pad_token_id": 0}
+ROWS, LENGTH, STEPS = 4, 128, 5
+
+
+def row(technique: str, quantity: str, unit: str, baseline: str, without: float, with_it: float) -> dict:
+    """One line of the table; negative savings are costs."""
+    saved = round(100 * (1 - with_it / without), 1)
+    claim = CLAIMS.get(technique.split(" stage")[0], "") if unit != "s" or technique == "mixed precision" else ""
+    return dict(zip(FIELDS, (technique, quantity, unit, baseline, without, with_it, saved, claim), strict=True))
+
+
+# ---------------------------------------------------------------- the model and what is counted
+
+
+def objective():
+    """A language model whose forward returns the loss sum."""
+    import torch
+    from torch import nn
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Objective(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False))
+
+        def forward(self, ids):
+            hidden = self.model.model(input_ids=ids).last_hidden_state[:, :-1]
+            logits = self.model.lm_head(hidden).float().flatten(0, 1)
+            return nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
+
+    return Objective()
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors that this process holds, each storage once."""
+    import torch
+
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.layout is torch.strided}
+    return sum(storages.values())
+
+
+def trained(kind: dict, precision: str = "fp32", **train) -> dict:
+    """Live bytes after a step, bytes kept for backward, and the median time of a step."""
+    import torch
+
+    from mmkit.config import BackendConfig, TrainConfig
+    from mmkit.sharding.backend import create
+
+    backend = create(BackendConfig(**kind), precision)
+    model = backend.prepare(
+        objective(),
+        lambda named: torch.optim.AdamW(named.values(), lr=1e-4),
+        train=TrainConfig(precision=precision, device_batch=ROWS, global_batch=ROWS * backend.world, **train),
+        blocks=("LlamaDecoderLayer",),
+    )
+    kept: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(x):
+        if x.untyped_storage().data_ptr() not in weights:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    ids = backend.shard({"ids": torch.randint(1, SIZES["vocab_size"], (ROWS, LENGTH), generator=torch.Generator().manual_seed(backend.rank))})
+    count = backend.sum_over_devices(float(ROWS * (LENGTH - 1)))
+    seconds = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = model(ids["ids"])
+        kept_bytes = sum(kept.values())
+        kept.clear()
+        backend.backward(loss / count, last=True)
+        backend.update(1.0)
+        seconds.append(time.perf_counter() - start)
+    return {"live": live_bytes(), "kept": kept_bytes, "seconds": statistics.median(seconds[1:])}
+
+
+def in_child(call: str, processes: int = 0, **arguments) -> dict:
+    """``call`` of this file in a fresh process (or several under torchrun); what it returns on rank 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.json")
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
+        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "USE_TORCH_XLA": "0"}
+        spec = json.dumps({"call": call, "arguments": arguments, "out": str(out)})
+        done = subprocess.run([sys.executable, *launcher, __file__, "--child", spec], env=env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{call} {arguments} failed:\n{done.stderr[-3000:]}")
+        return json.loads(out.read_text())
+
+
+# ---------------------------------------------------------------- the techniques
+
+
+def zero(processes: int) -> list[dict]:
+    """Model, gradient and optimizer bytes a process holds under ZeRO 0 to 3, against whole copies (DDP)."""
+    whole = in_child("trained", processes, kind={"kind": "torch"})
+    rows = []
+    for stage in range(4):
+        cut = in_child("trained", processes, kind={"kind": "deepspeed", "zero_stage": stage})
+        baseline = f"DDP, {processes} processes"
+        rows.append(row(f"ZeRO stage {stage}", "model state a process", "bytes", baseline, whole["live"], cut["live"]))
+        rows.append(row(f"ZeRO stage {stage}", "time of a step", "s", baseline, whole["seconds"], cut["seconds"]))
+    return rows
+
+
+def lora_parameters() -> dict:
+    """Trained parameters with and without rank-16 adapters."""
+    from mmkit.config import LoraConfig
+    from mmkit.training.adapters import inject
+
+    model = objective().model
+    every = sum(p.numel() for p in model.parameters())
+    inject(model, LoraConfig(rank=16), ((r".*", "language"),), model.lm_head)
+    return {"every": every, "trained": sum(p.numel() for p in model.parameters() if p.requires_grad)}
+
+
+def quantised_bytes() -> dict:
+    """Bytes of the linear layers in bf16 and in nf4 with double quantisation."""
+    import torch
+
+    from mmkit.training.adapters import quantise
+
+    model = objective().model.to(torch.bfloat16).requires_grad_(False)
+    layers = [p for name, p in model.named_parameters() if "proj" in name]
+    half = sum(p.numel() * p.element_size() for p in layers)
+    del layers
+    before = live_bytes()
+    quantise(model, 4, torch.bfloat16, skip=model.lm_head)
+    return {"half": half, "nf4": half - (before - live_bytes())}
+
+
+def resident() -> int:
+    """Bytes of memory this process occupies."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def dataset_bytes(eager: bool, n: int = 400) -> dict:
+    """Memory and time to be ready for the first sample: pictures opened when asked for, or all decoded before."""
+    import numpy as np
+
+    from mmkit.data.demo import open_pack
+    from mmkit.data.images import open_image
+
+    source = open_pack("easy_vqa")
+    before, start = resident(), time.perf_counter()
+    examples = [source[i] for i in range(min(n, len(source)))]
+    held = [np.asarray(open_image(image)) for example in (examples if eager else examples[:1]) for image in example.images]
+    return {"bytes": max(resident() - before, 1), "seconds": time.perf_counter() - start, "pictures": len(held)}
+
+
+def init_seconds(fast: bool) -> dict:
+    """Time to have the modules of a model: on the meta device, or with weights drawn at random that a checkpoint then replaces."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**SIZES | {"hidden_size": 512, "intermediate_size": 2048})
+    LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 1}))  # imports and caches are not what is measured
+    start = time.perf_counter()
+    with torch.device("meta" if fast else "cpu"):
+        LlamaForCausalLM(config)
+    return {"seconds": time.perf_counter() - start}
+
+
+def measured(processes: int) -> list[dict]:
+    """All rows of the table."""
+    rows = zero(processes)
+    lora = in_child("lora_parameters")
+    rows.append(row("LoRA", "trained parameters", "parameters", "full finetuning", lora["every"], lora["trained"]))
+    bits = in_child("quantised_bytes")
+    rows.append(row("4-bit weights", "linear layers (nf4, double quantisation)", "bytes", "bf16", bits["half"], bits["nf4"]))
+    single = {"kind": "single"}
+    plain, blocks = in_child("trained", kind=single), in_child("trained", kind=single, checkpoint_blocks=True)
+    rows.append(row("gradient checkpointing", "kept for backward", "bytes", "fp32", plain["kept"], blocks["kept"]))
+    rows.append(row("gradient checkpointing", "time of a step", "s", "fp32", plain["seconds"], blocks["seconds"]))
+    eager, lazy = in_child("dataset_bytes", eager=True), in_child("dataset_bytes", eager=False)
+    rows.append(row("lazy data", "memory before the first step", "bytes", "all pictures decoded", eager["bytes"], lazy["bytes"]))
+    rows.append(row("lazy data", "time before the first step", "s", "all pictures decoded", eager["seconds"], lazy["seconds"]))
+    slow, fast = in_child("init_seconds", fast=False), in_child("init_seconds", fast=True)
+    rows.append(row("fast init", "time to build the modules", "s", "random weights", slow["seconds"], fast["seconds"]))
+    half = in_child("trained", kind=single, precision="bf16")
+    rows.append(row("mixed precision", "kept for backward", "bytes", "fp32", plain["kept"], half["kept"]))
+    rows.append(row("mixed precision", "time of a step", "s", "fp32", plain["seconds"], half["seconds"]))
+    return rows
+
+
+def child(spec: dict) -> None:
+    """What `in_child` started."""
+    result = globals()[spec["call"]](**spec["arguments"])
+    if os.environ.get("RANK", "0") == "0":
+        Path(spec["out"]).write_text(json.dumps(result))
+
+
+def main() -> None:
+    """Measure, print, write the CSV."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "techniques.csv")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(json.loads(arguments.child))
+        return
+    rows = measured(arguments.processes)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with arguments.out.open("w", newline="", encoding="utf8") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        writer.writerows(rows)
+    for line in rows:
+        print(f"{line['technique']:24} {line['quantity']:42} saved {line['saved_percent']:6} %   claimed {line['claimed_percent'] or '-'} %")
+
+
+if __name__ == "__main__":
+    main()
