@@ -165,6 +165,12 @@ def power_of_two(count: int, low: int, high: int) -> int:
     return max(min(size, high), count)
 
 
+def bucket_size(count: int, low: int = 16) -> int:
+    """The smallest of ``low``, 1.5 low, 2 low, 3 low, 4 low, 6 low ... that is at least ``count``: multiples of 8, at most a half too many."""
+    size = power_of_two(count, low, 1 << 62)
+    return size * 3 // 4 if size > low and count <= size * 3 // 4 else size
+
+
 def _item(branches: list[Member], prefix: int) -> Item:
     return Item(tuple(branches), prefix if len(branches) > 1 else 0)
 

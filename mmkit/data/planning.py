@@ -18,7 +18,7 @@ from mmkit.data.conversation import Formatter
 from mmkit.data.example import BadRecord, ImageRef
 from mmkit.data.images import ImageError, image_size
 from mmkit.data.mixture import Mixture, Order
-from mmkit.data.packing import Item, Limits, Member, Row, first_fit, items_of, power_of_two, row_length
+from mmkit.data.packing import Item, Limits, Member, Row, bucket_size, first_fit, items_of, power_of_two, row_length
 
 WINDOW = 2048  # samples planned together; rows are filled from one window
 REMEMBERED = 65_536  # encoded conversations kept for later epochs
@@ -120,7 +120,7 @@ class ConversationPlan(ExamplePlan):
         return Shape(
             len(block),
             next(bucket for bucket in self.buckets if bucket >= longest),
-            power_of_two(targets, N_TARGETS, 2**30),
+            bucket_size(targets, N_TARGETS),
             power_of_two(images, 1, self.limits.images),
             power_of_two(regions, 1, self.limits.regions) if self.has_regions else 0,
         )
