@@ -18,7 +18,7 @@ LIMITS = (
     "nb_without_parameters=0 documented_pct>=80 test_ratio>=0.5"
 ).split()
 LEVELS = (  # a folder may import from its own and from lower rows, never from a sibling in its own row
-    ("config", "letterbox", "cache"),
+    ("config", "letterbox", "cache", "storage"),
     ("models", "data", "sharding"),
     ("training", "evaluation"),
     ("launch", "notebook", "figures", "doctor", "cli", "__main__"),

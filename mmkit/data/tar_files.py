@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import logging
 import os
-import random
 import re
 import subprocess
-import sys
 import tarfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +19,13 @@ from typing import Any
 
 import fsspec
 
+from mmkit import storage
 from mmkit.cache import atomic_write, cache_root
 from mmkit.config import ConfigError
-
-log = logging.getLogger(__name__)
+from mmkit.storage import is_remote
 
 BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
-ATTEMPTS = 5
-FIRST_WAIT = 0.5  # seconds before the second attempt; doubled each time, with up to half as much at random
 
 
 class ShardError(ValueError):
@@ -55,7 +49,8 @@ class TarMember:
 
 
 def expand(path: str) -> list[str]:
-    """The shards a path stands for, in order: a brace pattern, a folder (its ``*.tar``), one file, or several of these joined by ``::``."""
+    """The shards a path stands for, in order: a brace pattern, a folder (its ``*.tar``; of a URL one that ends with /), one file, or several
+    of these joined by ``::``."""
     urls = [url for part in path.split("::") for url in _expand_one(part.strip())]
     if len(set(urls)) < len(urls):
         raise ConfigError(f"{path}: shard {max(urls, key=urls.count)} is listed more than once")
@@ -65,14 +60,23 @@ def expand(path: str) -> list[str]:
 def _expand_one(part: str) -> list[str]:
     if not part:
         raise ConfigError("an empty source between `::`; remove one of the separators")
-    if not part.startswith("pipe:") and "://" not in part and Path(part).is_dir():
-        found = sorted(str(file) for file in Path(part).glob("*.tar"))
-        if not found:
-            raise ConfigError(f"folder {part} holds no .tar files")
-        return found
+    if not part.startswith("pipe:") and (part.endswith("/") if is_remote(part) else Path(part).is_dir()):
+        return _in_folder(part)
     pieces = BRACES.split(part)  # text, inside, text, inside, ..., text
     choices = [[piece] if i % 2 == 0 else _choices(piece, part) for i, piece in enumerate(pieces)]
     return ["".join(combination) for combination in itertools.product(*choices)]
+
+
+def _in_folder(folder: str) -> list[str]:
+    if is_remote(folder):
+        system, inner = fsspec.core.url_to_fs(folder)
+        found = retried(lambda: system.glob(f"{inner.rstrip('/')}/*.tar"), folder)
+        found = sorted(system.unstrip_protocol(name) for name in found)
+    else:
+        found = sorted(str(file) for file in Path(folder).glob("*.tar"))
+    if not found:
+        raise ConfigError(f"folder {folder} holds no .tar files")
+    return found
 
 
 def _choices(inside: str, part: str) -> list[str]:
@@ -87,11 +91,6 @@ def _choices(inside: str, part: str) -> list[str]:
 
 
 # ---------------------------------------------------------------- reading
-
-
-def is_remote(url: str) -> bool:
-    """Whether ``url`` goes through fsspec."""
-    return "://" in url and not url.startswith("file://")
 
 
 def local_path(url: str) -> str:
@@ -152,33 +151,16 @@ def _read_local(path: str, offset: int, size: int) -> bytes:
         return file.read(size)
 
 
-def retried(action: Callable[[], Any], url: str, attempts: int = ATTEMPTS, first_wait: float | None = None) -> Any:
+def retried(action: Callable[[], Any], url: str) -> Any:
     """``action()``, tried again with growing waits after a dropped connection. ShardError when it keeps failing or nothing is there."""
-    wait = FIRST_WAIT if first_wait is None else first_wait
-    for attempt in range(1, attempts + 1):
-        try:
-            return action()
-        except FileNotFoundError:
-            raise ShardError(url, "absent shard", "there is no such object") from None
-        except PermissionError as error:
-            raise ShardError(url, "absent shard", f"no permission ({error})") from error
-        except transient_errors() as error:
-            if attempt == attempts:
-                message = f"still failing after {attempts} attempts ({type(error).__name__}: {error})"
-                raise ShardError(url, "unreadable shard", message) from error
-            pause = wait * 2 ** (attempt - 1) * (1 + random.random() / 2)
-            log.warning("%s: %s: %s; attempt %d of %d in %.1f s", url, type(error).__name__, error, attempt + 1, attempts, pause)
-            time.sleep(pause)
-    raise AssertionError("unreachable: the last attempt returns or raises")
-
-
-def transient_errors() -> tuple[type[BaseException], ...]:
-    """Errors of a connection, in the libraries that are loaded."""
-    kinds: list[type[BaseException]] = [OSError, EOFError, TimeoutError]
-    for module, name in (("aiohttp", "ClientError"), ("botocore.exceptions", "BotoCoreError"), ("botocore.exceptions", "ClientError")):
-        if module in sys.modules:
-            kinds.append(getattr(sys.modules[module], name))
-    return tuple(kinds)
+    try:
+        return storage.retried(action, url)
+    except FileNotFoundError:
+        raise ShardError(url, "absent shard", "there is no such object") from None
+    except PermissionError as error:
+        raise ShardError(url, "absent shard", f"no permission ({error})") from error
+    except storage.Unreachable as error:
+        raise ShardError(url, "unreadable shard", str(error)) from error
 
 
 def members(url: str) -> Iterator[TarMember]:

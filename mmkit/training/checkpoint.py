@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mmkit.config import CheckpointConfig
-from mmkit.training.storage import Store
+from mmkit.storage import Store
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmkit.training.storage import Store
+from mmkit.storage import Store
 
 log = logging.getLogger(__name__)
 

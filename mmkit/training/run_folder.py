@@ -23,7 +23,7 @@ from mmkit.training.assemble import TrainState, seed_everything
 from mmkit.training.checkpoint import CheckpointError, open_verified, trained_buffers
 from mmkit.training.foreign import is_foreign, restore_foreign
 from mmkit.training.metrics import MetricsFile, environment
-from mmkit.training.storage import Store
+from mmkit.storage import Store
 from mmkit.training.weights import build_model
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from mmkit.config import ConfigError, RunConfig
 from mmkit.sharding.backend import COMPUTE_DTYPE
 from mmkit.training import adapters
 from mmkit.training.optim import component_of
-from mmkit.training.storage import Store
+from mmkit.storage import Store
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,13 @@ import webdataset
 from PIL import Image
 
 from mmkit.config import ClipConfig, ConfigError, DataConfig, FilterRule, SourceConfig
+from mmkit import storage
 from mmkit.data import tar_files
 from mmkit.data.example import BadRecord
 from mmkit.data.loader import loader
 from mmkit.data.mixture import Mixture
 from mmkit.data.shards import ShardSource, check_enough, open_shards, report, shard_order, split, unique_expected
-from mmkit.data.tar_files import ShardError, expand, members, read_range, retried
+from mmkit.data.tar_files import ShardError, expand, members, read_range
 from mmkit.data.tar_index import index_of, keeps
 from mmkit.data.tar_writer import ShardWriter
 
@@ -27,7 +28,7 @@ from mmkit.data.tar_writer import ShardWriter
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MMKIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tar_files, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(storage, "FIRST_WAIT", 0.001)
 
 
 def write(folder, n=30, per_shard=10, meta=None, start=0):
@@ -295,6 +296,7 @@ def test_shards_are_written_to_and_read_from_any_fsspec_url(bucket):
     source = open_shards(source_config(bucket + "/{00000..00002}.tar"))
     assert [source[i].caption for i in range(25)] == [f"caption {i}" for i in range(25)]
     assert source[3].images[0].data == b"picture 3" * 20
+    assert expand(bucket + "/") == [f"memory:///shards/0000{i}.tar" for i in range(3)]
 
 
 class Flaky:
@@ -326,9 +328,9 @@ def test_a_dropped_connection_is_tried_again_then_reported_for_the_shard(bucket,
 
 def test_waits_grow_between_attempts(monkeypatch):
     waits = []
-    monkeypatch.setattr(tar_files.time, "sleep", waits.append)
-    with pytest.raises(ShardError, match="after 5 attempts"):
-        retried(Flaky(99, None), "u", first_wait=1.0)
+    monkeypatch.setattr(storage.time, "sleep", waits.append)
+    with pytest.raises(storage.Unreachable, match="after 5 attempts"):
+        storage.retried(Flaky(99, None), "u", first_wait=1.0)
     assert len(waits) == 4 and all(2**i <= wait <= 1.5 * 2**i for i, wait in enumerate(waits))
 
 
