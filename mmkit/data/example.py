@@ -94,8 +94,8 @@ class Region:
 
     @property
     def text(self) -> str:
-        """Its coordinates on the whole-number grid: two numbers for a point, else four (a mask's are its bounding box)."""
-        return self.box.text(point=self.kind == "point")
+        """Its coordinates inside the picture on the whole-number grid: two numbers for a point, else four (a mask's bounding box)."""
+        return self.box.clamped().text(point=self.kind == "point")
 
 
 @dataclass(frozen=True)

@@ -135,9 +135,9 @@ def _with_regions(turn: Turn, boxes, masks, frame: Frame, rng, key: str, source:
         number = int(match[1])
         if number >= len(boxes):
             raise BadRecord(f"mentions box {number} of a message with {len(boxes)}", key=key, source=source, reason="region count")
-        box = Box(*boxes[number], frame).clamped()
+        box = Box(*boxes[number], frame)
         mask = _at(masks, number) or None
-        regions.append(Region("box", box, mask) if rng is None else point_in(box, mask, rng))
+        regions.append(Region("box", box, mask) if rng is None else point_in(box.clamped(), mask, rng))
         return "<region>"
 
     return re.sub(r"<bbox_location(\d+)>", place, turn.text), regions
