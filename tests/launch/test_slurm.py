@@ -70,7 +70,7 @@ def test_wrong_cluster_settings_are_refused(values, words):
 def test_a_batch_that_does_not_divide_and_a_single_backend_are_refused(run, tmp_path):
     with pytest.raises(ConfigError, match="global_batch 86016 does not divide"):
         slurm.prepare(run, SlurmConfig(nodes=95), tmp_path)
-    alone = load("clip-vit-l-14", "pretrain", {"backend.kind": "single", "global_batch": 224, "device_batch": 224})
+    alone = load("clip-vit-l-14", "pretrain", {"backend.kind": "single", "nodes": 1, "processes": 1, "global_batch": 224, "device_batch": 224})
     with pytest.raises(ConfigError, match="'single' cannot use several tasks"):
         slurm.prepare(alone, SlurmConfig(nodes=2), tmp_path)
 
