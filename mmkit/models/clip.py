@@ -177,7 +177,7 @@ def _network(config: ClipConfig) -> nn.Module:
     custom = settings.pop("custom_text", False) or "hf_model_name" in text
     kind = open_clip.CoCa if "multimodal_cfg" in settings else open_clip.CustomTextCLIP if custom else open_clip.CLIP
     try:
-        return kind(**settings, output_dict=True, nonscalar_logit_scale=True)  # FSDP2 and DeepSpeed refuse 0-dim parameters
+        return kind(**settings, nonscalar_logit_scale=True)  # FSDP2 and DeepSpeed refuse 0-dim parameters
     except TypeError as error:
         raise ConfigError(f"model.architecture of {config.name!r} does not suit open_clip's {kind.__name__}: {error}") from None
 

@@ -125,6 +125,20 @@ def test_tokenizer_and_transforms_follow_the_config():
     assert torch.equal(train(gradient), first) and not torch.equal(first, second)
 
 
+def test_coca_gives_caption_logits_beside_its_features():
+    towers = twins.clip().architecture
+    vision = towers["vision_cfg"] | dict(attentional_pool=True, attn_pooler_heads=2, attn_pooler_queries=8, output_tokens=True)
+    decoder = dict(context_length=12, vocab_size=49408, width=32, heads=2, layers=1)
+    words = towers["text_cfg"] | dict(embed_cls=True, output_tokens=True)
+    coca = towers | dict(embed_dim=32, vision_cfg=vision, text_cfg=words, multimodal_cfg=decoder, custom_text=True)
+    model = build(twins.clip(architecture=coca))
+    inputs = batch(model)
+    out = model(inputs)
+    assert out["image_features"].shape == out["text_features"].shape == (3, 32)
+    assert out["logits"].shape[-1] == 49408 and out["labels"].shape == out["logits"].shape[:-1]
+    torch.testing.assert_close(model(inputs, mode="encode")["text_features"], out["text_features"])
+
+
 def test_unknown_names_and_settings_are_refused():
     with pytest.raises(ConfigError, match="open_clip has no model 'ViT-L-15' and no `architecture` is given; did you mean 'ViT-L-1"):
         build(ClipConfig(name="ViT-L-15"), "meta")
@@ -167,6 +181,7 @@ def test_the_saved_config_is_complete():
 def test_open_clip_training_files_load_with_any_wrapper(tmp_path, prefix):
     model = build(twins.clip())
     state = {prefix + name.removeprefix("clip."): value for name, value in model.state_dict().items()}
+    state[prefix + "logit_scale"] = state[prefix + "logit_scale"].reshape(())  # as OpenCLIP holds it
     torch.save({"epoch": 3, "name": "run", "state_dict": state, "optimizer": {"state": {}}}, tmp_path / "epoch_3.pt")
     (tmp_path / "twin.json").write_text(json.dumps(twins.clip().architecture))
     again, _ = published.load(tmp_path / "epoch_3.pt", base=tmp_path / "twin.json")
@@ -187,6 +202,7 @@ def test_what_we_write_open_clip_reads_and_so_do_we(tmp_path):
     assert config.mean == (0.5, 0.5, 0.5)
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
     state = load_file(folder / "open_clip_model.safetensors")
+    assert state["logit_scale"].shape == ()
     state["visual.more"] = state.pop("ln_final.bias")
     save_file(state, folder / "open_clip_model.safetensors")
     with pytest.raises(ValueError, match="2 tensors: missing clip.ln_final.bias; unexpected clip.visual.more"):

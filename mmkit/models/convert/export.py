@@ -35,7 +35,7 @@ def write(model: nn.Module, folder: str | Path, kind: str, tokenizer=None) -> Pa
             from mmkit.models.clip import resolved
 
             openclip.write_config(resolved(model.config), work)
-            files.write(((openclip.original(name), tensor) for name, tensor in _untied(model)), work, "open_clip_model")
+            files.write(openclip.originals(dict(_untied(model))), work, "open_clip_model")
         else:
             _write_system(model, work, kind)
         if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):

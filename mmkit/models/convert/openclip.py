@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,12 @@ def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in files.tensors(_weights(Path(path))):
         if not COMPUTED.search(name):
             yield ours(name), tensor.reshape(1) if tensor.dim() == 0 and "logit_" in name else tensor
+
+
+def originals(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(open_clip name, tensor) of our state; temperature and bias without a dimension, as releases hold them."""
+    for name, tensor in state.items():
+        yield original(name), tensor.reshape(()) if "logit_" in name and tensor.numel() == 1 else tensor
 
 
 def _weights(path: Path) -> Path:
