@@ -199,7 +199,7 @@ class Backend(abc.ABC):
 
 BACKENDS: dict[str, str] = {
     "single": "mmkit.sharding.single:SingleBackend",
-    "torch": "mmkit.sharding.torch:TorchBackend",
+    "torch": "mmkit.sharding.torch:build",
     "deepspeed": "mmkit.sharding.deepspeed:DeepSpeedBackend",
     "xla": "mmkit.sharding.xla:XlaBackend",
 }

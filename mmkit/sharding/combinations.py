@@ -101,5 +101,6 @@ def check_combination(run: RunConfig) -> None:
     met = [refusal.message.format(**words) for refusal in REFUSALS.values() if refusal.when(facts)]
     if met:
         raise ConfigError("\n".join(met))
-    if run.backend.deepspeed_config:
-        filled_settings(read_file(run.backend.deepspeed_config), run.backend, run.train, run.accumulation, run.devices)
+    file = run.backend.deepspeed_config
+    if file:
+        filled_settings(read_file(file), run.backend, run.train, run.accumulation, run.devices)

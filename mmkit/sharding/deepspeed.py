@@ -31,10 +31,9 @@ class DeepSpeedBackend(Processes, SingleBackend):
     name = "deepspeed"
 
     def _connect(self) -> None:
-        if not torch.cuda.is_available():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
         super()._connect()
+        os.environ.setdefault("DS_ACCELERATOR", self.machine.engine)
+        os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
         import deepspeed
         from deepspeed.utils import logger
 
@@ -160,7 +159,7 @@ class DeepSpeedBackend(Processes, SingleBackend):
         for index, (name, p) in enumerate(self.trained().items()):
             whole = {"param": utils.safe_get_full_fp32_param(p)}
             whole |= {moment: utils.safe_get_full_optimizer_state(p, moment) for moment in MOMENTS}
-            keep = owner is None or owner(index) == self.rank
+            keep = self._keeps(owner, index)
             shape = p.ds_shape if self.stage == 3 else p.shape
             yield name, {key: host(tensor.reshape(shape), torch.float32) for key, tensor in whole.items()} if keep else None
 
@@ -191,7 +190,7 @@ class DeepSpeedBackend(Processes, SingleBackend):
         for index, (name, tensor) in enumerate((self.parameters() | persistent_buffers(self.plain, self.prefix)).items()):
             cut = [tensor] if hasattr(tensor, "ds_id") else []
             with self._library.zero.GatheredParameters(cut):
-                whole = host(tensor) if owner is None or owner(index) == self.rank else None
+                whole = host(tensor) if self._keeps(owner, index) else None
             yield name, whole
 
     def extra_state(self) -> dict[str, Any]:

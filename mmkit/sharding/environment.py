@@ -52,7 +52,8 @@ def process_environment(env: Mapping[str, str]) -> ProcessEnvironment:
         return _from_torchrun(env)
     if "SLURM_PROCID" in env and env.get("SLURM_NTASKS", "2") != "1":
         return _from_slurm(env)
-    if env.get("TPU_WORKER_HOSTNAMES", "").count(","):
+    several_hosts = "," in env.get("TPU_WORKER_HOSTNAMES", "")
+    if several_hosts:
         return _from_tpu_pod(env)
     address = env.get("MASTER_ADDR", "127.0.0.1")
     return ProcessEnvironment(0, 0, 1, address, _number(env, "MASTER_PORT", 0) or free_port(), "one process")
@@ -97,7 +98,8 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def _checked(place: ProcessEnvironment) -> ProcessEnvironment:
-    if not 0 <= place.rank < place.world:
+    inside = 0 <= place.rank < place.world
+    if not inside:
         raise ConfigError(f"rank {place.rank} from {place.source} is not below the {place.world} processes it gives")
     return place
 
@@ -132,7 +134,7 @@ def free_port() -> int:
 # ---------------------------------------------------------------- connecting
 
 
-def init_distributed(device_type: str = "cpu", timeout: float = 600.0) -> ProcessEnvironment:
+def init_distributed(transport: str = "gloo", timeout: float = 600.0) -> ProcessEnvironment:
     """Connect this process to the others and return its place; a second call returns the same place.
 
     gloo carries host tensors and Python objects, NCCL those of CUDA devices. Processes that do not show up within ``timeout``
@@ -145,7 +147,7 @@ def init_distributed(device_type: str = "cpu", timeout: float = 600.0) -> Proces
     log.info("process %d of %d (local %d) from %s, rank 0 at %s:%d", place.rank, place.world, place.local_rank, place.source,
              place.address, place.port)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+        transport,
         store=_meet(place, timeout),
         rank=place.rank,
         world_size=place.world,

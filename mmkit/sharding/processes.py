@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmkit.sharding.environment import init_distributed
 from mmkit.sharding.exchange import exchange
+from mmkit.sharding.machine import this_machine
 
 
 class HostTalk:
@@ -69,13 +70,11 @@ class Processes(HostTalk):
     averages: int
 
     def _connect(self) -> None:
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        place = init_distributed(kind)
+        self.machine = this_machine(several_processes=True)
+        place = init_distributed(self.machine.transport)
         self.rank, self.local_rank, self.world = place.rank, place.local_rank, place.world
         self.devices = self.averages = self.world
-        self.device = torch.device(kind, self.local_rank) if kind == "cuda" else torch.device(kind)
-        if kind == "cuda":
-            torch.cuda.set_device(self.device)
+        self.device = self.machine.device(self.local_rank)
         self._host_group = dist.new_group(backend="gloo")
 
     def sum_over_devices(self, value: Tensor | float) -> Tensor:

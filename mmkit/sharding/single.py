@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mmkit.config import BackendConfig, ConfigError, Precision, TrainConfig
 from mmkit.sharding import moments
 from mmkit.sharding.backend import MOMENTS, Backend, Entry, Factory, Rules, autocast, named, plain_name
+from mmkit.sharding.machine import this_machine
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ class SingleBackend(Backend):
         _set_matmul_precision(precision)
 
     def _connect(self) -> None:
-        self.device = pick_device()
+        self.machine = this_machine()
+        self.device = self.machine.device()
 
     # ------------------------------------------------------------ prepare
 
@@ -179,13 +181,17 @@ class SingleBackend(Backend):
         """A whole tensor cut and placed as ``parameter`` is."""
         return tensor.to(parameter.device, parameter.dtype)
 
+    def _keeps(self, owner: Callable[[int], int] | None, index: int) -> bool:
+        """Whether this process is the one that gets parameter ``index``."""
+        return owner is None or owner(index) == self.rank
+
     def export_state(self, owner: Callable[[int], int] | None = None) -> Iterator[tuple[str, Entry | None]]:
         """See `Backend.export_state`."""
         for index, (name, p) in enumerate(self.trained().items()):
             whole = {"param": self._full(p)}
             for moment in MOMENTS:
                 whole[moment] = self._full(moments.read(self.optimizer, p, moment))
-            keep = owner is None or owner(index) == self.rank
+            keep = self._keeps(owner, index)
             yield name, {key: host(tensor, torch.float32) for key, tensor in whole.items()} if keep else None
 
     @torch.no_grad()
@@ -202,7 +208,7 @@ class SingleBackend(Backend):
         """See `Backend.full_parameters`."""
         for index, (name, tensor) in enumerate((self.parameters() | persistent_buffers(self.plain, self.prefix)).items()):
             whole = self._full(tensor)
-            yield name, host(whole) if owner is None or owner(index) == self.rank else None
+            yield name, host(whole) if self._keeps(owner, index) else None
 
     def extra_state(self) -> dict[str, Any]:
         """See `Backend.extra_state`."""
@@ -221,22 +227,18 @@ class SingleBackend(Backend):
 
     def rng_state(self) -> dict[str, Any]:
         """See `Backend.rng_state`."""
-        state = super().rng_state()
-        if self.device.type == "cuda":
-            state["cuda"] = torch.cuda.get_rng_state(self.device).tolist()
-        return state
+        return super().rng_state() | self.machine.rng_state(self.device)
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
         """See `Backend.set_rng_state`."""
         super().set_rng_state(state)
-        if self.device.type == "cuda" and "cuda" in state:
-            torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8), self.device)
+        self.machine.set_rng_state(self.device, state)
 
     # ------------------------------------------------------------ resources
 
     def peak_memory(self) -> int:
         """See `Backend.peak_memory`."""
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+        return self.machine.peak_memory(self.device)
 
     def clear(self) -> None:
         """See `Backend.clear`; the plain module keeps its weights and gets its own forwards back."""
@@ -245,18 +247,10 @@ class SingleBackend(Backend):
         self._overridden.clear()
         self.optimizer = self.scaler = None
         self.module = nn.Identity()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.machine.free()
 
 
 # ---------------------------------------------------------------- plain functions
-
-
-def pick_device() -> torch.device:
-    """The best device of this machine for one process."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
 def _set_matmul_precision(precision: Precision) -> None:

@@ -6,66 +6,64 @@ In bf16 and fp16 the sharded weights stay fp32 and autocast makes half-precision
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from mmkit.config import TrainConfig
+from mmkit.config import BackendConfig, Precision, TrainConfig
+from mmkit.sharding.backend import Entry
 from mmkit.sharding.processes import Processes
 from mmkit.sharding.single import Filler, SingleBackend
 
 
-class TorchBackend(Processes, SingleBackend):
-    """One process a device; ``strategy`` says whether the model is copied (ddp) or cut (fsdp)."""
+class CopiesBackend(Processes, SingleBackend):
+    """DDP: one process a device, each with a whole copy."""
 
     name = "torch"
 
-    def _place(self, module: nn.Module, weights: Callable[[str], Tensor] | None) -> None:
-        self._weights = weights
-        if self.config.strategy == "ddp":
-            super()._place(module, weights)
-
     def _wrap(self, module: nn.Module, blocks: Sequence[str], train: TrainConfig) -> nn.Module:
-        if self.config.strategy == "fsdp":
-            return self._cut(module, blocks)
         if not self._trained:
             return module
-        self._ddp = DistributedDataParallel(
+        self._copies = DistributedDataParallel(
             module,
-            device_ids=[self.local_rank] if self.device.type == "cuda" else None,
+            device_ids=self.machine.wrapper_ids(self.device),
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
             find_unused_parameters=bool(train.allow_no_grad),
         )
-        self._ddp.require_backward_grad_sync = False  # `backward` asks for the sync, when it knows which one is the last
-        return self._ddp
-
-    def _cut(self, module: nn.Module, blocks: Sequence[str]) -> nn.Module:
-        mesh = init_device_mesh(self.device.type, (self.world,))
-        offload = CPUOffloadPolicy() if self.config.offload and self.device.type == "cuda" else OffloadPolicy()
-        whole = {p for p in module.parameters() if not p.is_floating_point()}  # quantised: every device keeps its copy
-        for p in whole:
-            p.data = p.data.to(self.device)
-        for part in reversed(list(module.modules())):  # inner units before those that hold them
-            if type(part).__name__ in blocks:
-                fully_shard(part, mesh=mesh, offload_policy=offload, ignored_params=whole)
-        fully_shard(module, mesh=mesh, offload_policy=offload, ignored_params=whole)
-        Filler(self.device, self._weights, self.prefix, place=_cut_like).fill(module)
-        for part in module.modules():  # FSDP places parameters; buffers are ours to move
-            for name, buffer in part._buffers.items():
-                part._buffers[name] = buffer if buffer is None else buffer.to(self.device)
-        return module
+        self._copies.require_backward_grad_sync = False  # `backward` asks for the sync, when it knows which one is the last
+        return self._copies
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """See `Backend.backward`."""
-        if last and isinstance(self.module, DistributedDataParallel):
-            self._ddp.reducer.prepare_for_backward([loss] if self._ddp.find_unused_parameters else [])
+        if last:
+            self._copies.reducer.prepare_for_backward([loss] if self._copies.find_unused_parameters else [])
         super().backward(loss, last)
+
+
+class CutBackend(Processes, SingleBackend):
+    """FSDP2: one process a device, each with its part of every parameter."""
+
+    name = "torch"
+
+    def _place(self, module: nn.Module, weights: Callable[[str], Tensor] | None) -> None:
+        """Placed when cut, so that no device holds it whole."""
+        self._filler = Filler(self.device, weights, self.prefix, place=_cut_like)
+
+    def _wrap(self, module: nn.Module, blocks: Sequence[str], train: TrainConfig) -> nn.Module:
+        mesh = init_device_mesh(self.device.type, (self.world,))
+        policy = self.machine.offload(self.config.offload)
+        for part in reversed(list(module.modules())):  # inner units before those that hold them
+            if type(part).__name__ in blocks:
+                fully_shard(part, mesh=mesh, offload_policy=policy)
+        fully_shard(module, mesh=mesh, offload_policy=policy)
+        self._filler.fill(module)
+        move_buffers(module, self.device)  # FSDP places parameters only
+        return module
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         norm = super()._norm(gradients)
@@ -82,12 +80,41 @@ class TorchBackend(Processes, SingleBackend):
     def _like(self, tensor: Tensor, parameter: Tensor) -> Tensor:
         return _cut_like(tensor.to(parameter.dtype), parameter)
 
+    def export_state(self, owner: Callable[[int], int] | None = None) -> Iterator[tuple[str, Entry | None]]:
+        """See `Backend.export_state`."""
+        self._cut_again()
+        yield from super().export_state(owner)
+
+    def full_parameters(self, owner: Callable[[int], int] | None = None) -> Iterator[tuple[str, Tensor | None]]:
+        """See `Backend.full_parameters`."""
+        self._cut_again()
+        yield from super().full_parameters(owner)
+
+    def _cut_again(self) -> None:
+        """After a forward without backward (an evaluation) the outermost parameters are still whole and are not those Adam knows."""
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
     def clear(self) -> None:
         """See `Backend.clear`; a cut module stays cut."""
-        cut = isinstance(self.module, FSDPModule)
         super().clear()
-        if cut:
-            self.plain = nn.Identity()
+        self.plain = nn.Identity()
+
+
+STRATEGIES: dict[str, type[SingleBackend]] = {"ddp": CopiesBackend, "fsdp": CutBackend}
+
+
+def build(config: BackendConfig, precision: Precision) -> SingleBackend:
+    """The backend of ``config.strategy``."""
+    return STRATEGIES[config.strategy](config, precision)
+
+
+def move_buffers(module: nn.Module, device) -> None:
+    """Every buffer onto ``device``; parameters stay where they are."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = buffer if buffer is None else buffer.to(device)
 
 
 def _cut_like(full: Tensor, sharded: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from mmkit.config import BackendConfig, ConfigError, TrainConfig
 from mmkit.sharding.backend import MOMENTS, Entry, Factory, Rules
 from mmkit.sharding.environment import init_distributed
+from mmkit.sharding.machine import Machine
 from mmkit.sharding.processes import HostTalk
 from mmkit.sharding.single import SingleBackend, check_shapes
 
@@ -57,6 +58,7 @@ class XlaBackend(HostTalk, SingleBackend):
         from torch_xla.distributed import spmd
 
         runtime.use_spmd()
+        self.machine = Machine()
         self._library, self._runtime, self._spmd = torch_xla, runtime, spmd
         self.device = torch_xla.device()
         self.devices = runtime.global_runtime_device_count()
@@ -70,7 +72,8 @@ class XlaBackend(HostTalk, SingleBackend):
 
     def _join_hosts(self) -> None:
         place = init_distributed()
-        if (place.rank, place.world) != (self.rank, self.world):
+        agreed = (place.rank, place.world) == (self.rank, self.world)
+        if not agreed:
             raise ConfigError(
                 f"host {self.rank} of {self.world} for the TPU runtime is rank {place.rank} of {place.world} for {place.source}; "
                 "start one process a host, in the order of TPU_WORKER_ID"
@@ -230,7 +233,7 @@ class XlaBackend(HostTalk, SingleBackend):
 
     def sum_over_devices(self, value: Tensor | float) -> Tensor:
         """See `Backend.sum_over_devices`."""
-        if isinstance(value, Tensor) and value.device.type == "xla":
+        if isinstance(value, Tensor) and value.device == self.device:
             return value.detach()
         total = torch.as_tensor(value).detach().clone()
         if self.world > 1:
@@ -268,8 +271,9 @@ class XlaBackend(HostTalk, SingleBackend):
         from torch_xla.core import xla_model
 
         super().set_rng_state(state)
-        if "xla" in state:
-            xla_model.set_rng_state(state["xla"])
+        seed = state.get("xla")
+        if seed is not None:
+            xla_model.set_rng_state(seed)
 
     # ------------------------------------------------------------ resources
 
@@ -303,7 +307,8 @@ class XlaBackend(HostTalk, SingleBackend):
         drop_programs = getattr(self._runtime, "clear_computation_cache", None)
         if drop_programs:
             drop_programs()
-        if folder := os.environ.get("XLA_PERSISTENT_CACHE_PATH"):
+        folder = os.environ.get("XLA_PERSISTENT_CACHE_PATH")
+        if folder:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -315,7 +320,8 @@ class AttentionCasts(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """The call, with (query, key, value) in one dtype where it is attention under autocast."""
-        if func is F.scaled_dot_product_attention and torch.is_autocast_enabled("xla"):
+        halved = func is F.scaled_dot_product_attention and torch.is_autocast_enabled("xla")
+        if halved:
             dtype = torch.get_autocast_dtype("xla")
             args = (*(x.to(dtype) for x in args[:3]), *args[3:])
         return func(*args, **(kwargs or {}))
@@ -323,27 +329,29 @@ class AttentionCasts(TorchFunctionMode):
 
 def mesh_shape(devices: int, config: BackendConfig) -> tuple[int, int]:
     """Sizes of the axes (data, fsdp). ConfigError where ``backend.fsdp_axis`` does not divide the devices."""
-    fsdp = config.fsdp_axis or devices
-    if devices % fsdp:
-        raise ConfigError(f"backend.fsdp_axis = {fsdp} does not divide the {devices} devices of the mesh; use a divisor")
-    return devices // fsdp, fsdp
+    size = config.fsdp_axis or devices
+    if devices % size:
+        raise ConfigError(f"backend.fsdp_axis = {size} does not divide the {devices} devices of the mesh; use a divisor")
+    return devices // size, size
 
 
 def _set_runtime(config: BackendConfig) -> None:
     """The runtime's variables, as long as torch_xla has not read them; ConfigError where it is too late."""
-    wanted = runtime_variables(config.xla_devices)
+    wanted, count = runtime_variables(config.xla_devices), config.xla_devices
+    read_at_import = {name: value for name, value in wanted.items() if name != "USE_TORCH_XLA"}
     loaded = "torch_xla" in sys.modules
-    if loaded and (late := [name for name, value in wanted.items() if os.environ.get(name) != value and name != "USE_TORCH_XLA"]):
+    late = [name for name, value in read_at_import.items() if loaded and os.environ.get(name) != value]
+    if late:
         has = ", ".join(f"{name}={os.environ.get(name)}" for name in late)
-        raise ConfigError(f"torch_xla is already loaded in this process with {has}, the run wants {config.xla_devices} virtual devices; "
-                          "restart the kernel or start the run through launch")
+        raise ConfigError(
+            f"torch_xla is already loaded in this process with {has}, the run wants {count} virtual devices; "
+            "restart the kernel or start the run through launch"
+        )
     os.environ.update({name: value for name, value in wanted.items() if not loaded})
     os.environ.setdefault("PJRT_DEVICE", "TPU")
     import torch_xla
     from torch_xla import runtime
 
-    if torch_xla._XLAC._xla_get_spmd_config_is_locked() and not runtime.is_spmd():
+    one_device_mode = torch_xla._XLAC._xla_get_spmd_config_is_locked() and not runtime.is_spmd()
+    if one_device_mode:
         raise ConfigError("this process has used an XLA device outside SPMD; restart the kernel or start the run through launch")
-    if config.xla_devices and runtime.is_spmd() and runtime.global_runtime_device_count() != config.xla_devices:
-        raise ConfigError(f"this process has {runtime.global_runtime_device_count()} XLA devices, backend.xla_devices = "
-                          f"{config.xla_devices}; restart the kernel")

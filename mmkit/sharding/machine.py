@@ -1,0 +1,119 @@
+"""What differs between the CPU, CUDA and MPS devices of a process, so that backends need not ask which one they have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import OffloadPolicy
+
+
+class Machine:
+    """The CPU, and what others change."""
+
+    kind = "cpu"
+    transport = "gloo"  # of torch.distributed
+    engine = "cpu"  # DeepSpeed's word for the device
+
+    @staticmethod
+    def present() -> bool:
+        """Whether this process can use such a device."""
+        return True
+
+    def device(self, index: int | None = None) -> torch.device:
+        """The device of this process; number ``index`` of this machine where several processes share it."""
+        return torch.device(self.kind)
+
+    def wrapper_ids(self, device: torch.device) -> list[int] | None:
+        """What DDP calls device_ids."""
+        return None
+
+    def offload(self, wanted: bool) -> OffloadPolicy:
+        """FSDP's policy; on the CPU everything is there already."""
+        from torch.distributed.fsdp import OffloadPolicy
+
+        return OffloadPolicy()
+
+    def rng_state(self, device: torch.device) -> dict[str, Any]:
+        """Random state of the device beside the host's."""
+        return {}
+
+    def set_rng_state(self, device: torch.device, state: Mapping[str, Any]) -> None:
+        """Take back `rng_state`; another kind of device's is ignored."""
+
+    def peak_memory(self, device: torch.device) -> int:
+        """Most bytes used so far; 0 where nobody counts."""
+        return 0
+
+    def free(self) -> None:
+        """Give cached memory back."""
+
+
+class CudaMachine(Machine):
+    """NVIDIA and AMD devices."""
+
+    kind = "cuda"
+    transport = "cpu:gloo,cuda:nccl"
+    engine = "cuda"
+
+    @staticmethod
+    def present() -> bool:
+        """See `Machine`."""
+        return torch.cuda.is_available()
+
+    def device(self, index: int | None = None) -> torch.device:
+        """See `Machine`; it becomes the current one."""
+        device = torch.device(self.kind, torch.cuda.current_device() if index is None else index)
+        torch.cuda.set_device(device)
+        return device
+
+    def wrapper_ids(self, device: torch.device) -> list[int] | None:
+        """See `Machine`."""
+        return [device.index]
+
+    def offload(self, wanted: bool) -> OffloadPolicy:
+        """See `Machine`."""
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        return CPUOffloadPolicy() if wanted else super().offload(wanted)
+
+    def rng_state(self, device: torch.device) -> dict[str, Any]:
+        """See `Machine`."""
+        return {self.kind: torch.cuda.get_rng_state(device).tolist()}
+
+    def set_rng_state(self, device: torch.device, state: Mapping[str, Any]) -> None:
+        """See `Machine`."""
+        saved = state.get(self.kind)
+        if saved:
+            torch.cuda.set_rng_state(torch.tensor(saved, dtype=torch.uint8), device)
+
+    def peak_memory(self, device: torch.device) -> int:
+        """See `Machine`."""
+        return torch.cuda.max_memory_allocated(device)
+
+    def free(self) -> None:
+        """See `Machine`."""
+        torch.cuda.empty_cache()
+
+
+class MpsMachine(Machine):
+    """Apple's."""
+
+    kind = "mps"
+
+    @staticmethod
+    def present() -> bool:
+        """See `Machine`."""
+        return torch.backends.mps.is_available()
+
+
+MACHINES = (CudaMachine, MpsMachine, Machine)  # the first present one is used
+
+
+def this_machine(several_processes: bool = False) -> Machine:
+    """The best kind of device here; MPS has no collectives, so several processes do without it."""
+    kinds = (kind for kind in MACHINES if kind.present() and not (several_processes and kind is MpsMachine))
+    return next(kinds)()
