@@ -326,6 +326,26 @@ def test_rank_shards_of_any_world_size_load_as_a_model(release, tmp_path, world)
     assert same(model, again)
 
 
+def test_parameters_laid_flat_after_each_other_come_apart_again(tmp_path):
+    """The usual form of torch_xla's FSDP: several parameters of a wrapped layer in one vector, padded to the world size."""
+    weight, bias = torch.arange(6.0).view(2, 3), torch.tensor([7.0, 8.0])
+    flat = torch.cat([weight.flatten(), bias, torch.zeros(1)]).split(3)
+    inner, key = "_fsdp_wrapped_module.flat_param_0", "_fsdp_shard_FSDP_SHARD_SEPARATOR_flat_param_0"
+    facts = {
+        "rank": 0, "world_size": 3, "buffer_info": {"norm.steps": {"_orig_dtype": torch.int64}},
+        "shard_info": {"model.layers.0": {key: {"_orig_name": inner, "_orig_size": torch.Size([8])}}},
+        "flatten_info": {f"model.layers.0.{inner}": (["_fpw_module.up.weight", "_fpw_module.up.bias"], [weight.shape, bias.shape], [6, 2])},
+    }  # fmt: skip
+    for rank, part in enumerate(flat):
+        model = {f"model.layers.0.{key}": part.clone(), "norm.steps": torch.tensor(3.0)}
+        file = tmp_path / f"weights_rank-{rank:08d}-of-00000003-pytorch_model.bin"
+        torch.save({"model": model, "shard_metadata": facts | {"rank": rank}}, file)
+    found = dict(cambrian.consolidated(tmp_path))
+    assert found.keys() == {"model.layers.0.up.weight", "model.layers.0.up.bias", "norm.steps"}
+    assert torch.equal(found["model.layers.0.up.weight"], weight) and torch.equal(found["model.layers.0.up.bias"], bias)
+    assert found["norm.steps"].dtype == torch.int64
+
+
 def test_missing_ranks_and_mixed_checkpoints_are_named(tmp_path):
     write_shards({"model.norm.weight": torch.arange(5.0)}, tmp_path, 3)
     (tmp_path / "opt_rank-00000000-of-00000003-pytorch_model.bin").write_bytes(b"not a model")

@@ -158,7 +158,9 @@ def load(
     without ``base``. ValueError naming every missing or unexpected tensor.
     """
     config, stream = read(path, kind, base, encoders)
-    first = next(stream)
+    first = next(stream, None)
+    if first is None:
+        raise ValueError(f"{path} holds no tensors")
     dtype, stream = dtype or first[1].dtype, itertools.chain([first], stream)
     if isinstance(config, ClipConfig):
         with SkipInit():
