@@ -79,7 +79,7 @@ def one_step(backend, model, case, step: int, job: dict) -> list:
         for i, batch in enumerate(mine):
             loss = model(backend.shard(batch), mode="loss")["loss_sum"]
             losses.append(loss.detach())
-            poisoned = step in job.get("poison", ()) and backend.rank == backend.world - 1 and i == 0
+            poisoned = step in job.get("poison", ()) and backend.rank == backend.world - 1 and i == 1  # there it has targets
             factor = backend.shard({"factor": torch.tensor(float("inf") if poisoned else 1.0)})["factor"]
             backend.backward(loss * factor / count, last=i == window - 1)
         total = sum(losses)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.sharding.launches import FOUR, RESUMED, SAVE_AT, SAVERS, TWO, all_results
+from tests.sharding.launches import FOUR, HALF, RECOMPUTED, RESUMED, SAVE_AT, SAVERS, TWO, all_results
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 MODES = (*TWO, "xla")
 FIRST, ALL, BF16 = 1e-5, 1e-3, 2e-2  # relative; BF16 is the tolerance we state for half precision
 
@@ -62,7 +62,7 @@ def test_adapters_over_frozen_half_precision_weights_train_alike_in_bf16(results
     close(results[f"lora/{mode}"]["rows"], results["lora/single"]["rows"], BF16)
 
 
-@pytest.mark.parametrize("mode", ("single", *MODES))
+@pytest.mark.parametrize("mode", RECOMPUTED)
 def test_recomputed_blocks_change_nothing(results, mode):
     close(results[f"blocks/{mode}"]["rows"], results["blocks/single"]["rows"], FIRST)
 
@@ -73,12 +73,8 @@ def test_a_left_over_window_with_fewer_micro_batches_is_applied(results, mode):
     assert results[f"short/{mode}"]["rows"][2][1] != results[f"vlm/{mode}"]["rows"][2][1]
 
 
-@pytest.mark.parametrize("mode", ("single", *MODES))
-@pytest.mark.parametrize("precision", ["", " bf16", " fp16"])
+@pytest.mark.parametrize(("mode", "precision"), [(m, "") for m in ("single", *MODES)] + [(m, p) for m in HALF for p in (" bf16", " fp16")])
 def test_an_inf_in_one_gradient_of_one_process_skips_the_update_everywhere(results, mode, precision):
-    if mode == "xla" and precision:
-        assert f"skip{precision}/{mode}" not in results  # fp16 does not exist there; bf16 runs the same program as fp32
-        return
     result = results[f"skip{precision}/{mode}"]
     poisoned = [row for row in result["rows"] if len(row) > 4]
     assert poisoned and all(row[3] and row[4] for row in poisoned)  # skipped; weights, moments and step equal to the last bit
@@ -105,7 +101,7 @@ def test_saved_states_are_the_same_everywhere(results, folder, mode):
 @pytest.mark.parametrize("mode", ("single", *TWO, *FOUR, "xla"))
 def test_any_mode_and_world_size_goes_on_from_any_saved_state(results, mode):
     pairs = {label: result for label, result in results.items() if label.endswith(f"-> {mode}") and label.startswith("vlm")}
-    assert len(pairs) >= (2 if mode == "zero0" else 4)
+    assert len(pairs) >= 4
     for result in pairs.values():
         close(result["rows"], results["vlm/single"]["rows"][SAVE_AT:RESUMED], FIRST)
 
