@@ -2,12 +2,15 @@
 
 import json
 import math
+import os
+import signal
 
 import pytest
 
 from mmkit.config import ConfigError
 from mmkit.training.loop import train
 from mmkit.training.rehearsal import layer_of, rehearse
+from tests.training.processes import run_processes
 from tests.training.tiny_clip import clip_run, shards
 
 
@@ -75,3 +78,40 @@ def test_the_strained_layer_can_be_named_and_must_exist(tmp_path, data):
         layer_of(model, "nothing")
     with pytest.raises(ConfigError, match="earlier"):
         rehearse(run, at_step=8)
+
+
+def test_an_interrupted_run_goes_on_to_the_bit_through_the_unmasked_phase(tmp_path, data):
+    settings = {"model": {"patch_dropout": 0.5}, "contrastive": {"unmasked_last": 0.25}, "checkpoint": {"save_every": 3}}
+    whole, broken = (clip_run(tmp_path, data, name=name, **settings) for name in ("whole", "broken"))
+    train(whole)
+
+    def stop(row):
+        if row["step"] == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert train(broken, on_log=stop).reason == "interrupted"
+    assert train(broken).reason == "done"
+    a, b = ([(row["step"], row["loss"], row["grad_norm"], row["logit_scale"]) for row in lines(run.folder)] for run in (whole, broken))
+    assert a == b and len(a) == 8
+
+
+def test_precision_may_change_at_a_resume_as_in_the_published_run(tmp_path, data):
+    train(clip_run(tmp_path, data, steps=4, precision="bf16"))
+    run = clip_run(tmp_path, data, steps=6, precision="fp32", device_batch=6)
+    assert train(run).reason == "done"
+    rows = lines(run.folder)
+    assert len(rows) == 6 and rows[-1]["total_samples"] == 72
+    assert abs(rows[4]["loss_gap"] - rows[3]["loss_gap"]) < 1.0
+
+
+@pytest.mark.slow
+def test_a_sharded_model_is_trained_and_encoded_in_turn_on_two_processes():
+    """Weights are whole only inside the wrapped forward, so encoding and the temperature's clamp go through it and the optimizer (U48)."""
+    alone = json.loads(run_processes("clip_case.py", ["single", "ddp"])[0].splitlines()[-1])
+    for output in run_processes("clip_case.py", ["torch", "fsdp"], world=2):
+        found = json.loads(output.strip().splitlines()[-1])
+        assert found["scale"][1] == pytest.approx(math.log(100), abs=1e-6) and found["scale"][2] < 10
+        assert found["encoded"] == pytest.approx(alone["encoded"], rel=1e-4)
+        assert found["saved"] == pytest.approx(alone["saved"], rel=1e-3)
+        for mine, theirs in zip(found["norms"], alone["norms"], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-3)
