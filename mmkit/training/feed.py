@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from mmkit.config import ConfigError, RunConfig
@@ -15,49 +17,61 @@ from mmkit.training.checkpoint import fingerprint
 log = logging.getLogger(__name__)
 
 
-def frozen_encoder(model: nn.Module) -> Callable | None:
-    """The function whose results `data.cache_features` keeps: images of each encoder -> their features."""
-    if hasattr(model, "encode"):
-        return model.encode
-    if "image" in getattr(model, "cacheable", ()):
-        return lambda images: [model({"image": images[0]}, mode="trunk")["image_features"]]
-    return None
-
-
 def make_loader(run: RunConfig, model: nn.Module, backend: Backend) -> Any:
     """The training data, cut for this process, with cached features where the run wants them."""
     from mmkit.data.loader import loader
     from mmkit.data.readers import open_mixture
     from mmkit.models.build import image_transforms, tokenizer
 
-    clip = run.model.kind == "clip"
-    source = open_mixture(run.data)
-    augmented = clip and not run.data.cache_features
-    transforms = image_transforms(run.model, train=augmented, augment_scale=run.data.augment_scale)
-    features = None
-    if run.data.cache_features:
-        features = cached_features(run, model, backend, frozen_encoder(model), source, transforms)
+    source, words = open_mixture(run.data), tokenizer(run.model)
+    random_crops = run.model.kind == "clip" and not run.data.cache_features
+    transforms = image_transforms(run.model, train=random_crops, augment_scale=run.data.augment_scale)
+    caches = cached_features(run, model, source, transforms, words) if run.data.cache_features else {}
     rows = run.train.device_batch * backend.devices // backend.world
     made = loader(
-        run.data, run.model, tokenizer(run.model), transforms, train=True, seed=run.seed, rank=backend.rank, world=backend.world,
-        device_batch=rows, accumulation=run.accumulation, features=features, source=source,
+        run.data, run.model, words, transforms, train=True, seed=run.seed, rank=backend.rank, world=backend.world, device_batch=rows,
+        accumulation=run.accumulation, source=source, **caches,
     )  # fmt: skip
     log.info("%s", made.summary())
     return made
 
 
-def cached_features(run: RunConfig, model: nn.Module, backend: Backend, encode: Callable | None, source, transforms) -> Any:
-    """The feature cache of this data, filled by the main process before the others open it."""
-    from mmkit.data.features import precompute
+def cached_features(run: RunConfig, model: nn.Module, source, transforms, words) -> dict[str, Any]:
+    """``features`` (and ``text_features``) for the loader: what the frozen towers give for this data, computed now where it is missing.
 
-    if encode is None:
-        raise ConfigError("data.cache_features needs a frozen image tower with a separate head; this model has none")
-    encoders = getattr(model, "encoders", model)
-    key = fingerprint(encoders)["sha256"] + repr([encoder.model_dump() for encoder in getattr(run.model, "encoders", ())])
-    cache = None
-    for turn in (True, False):
-        if backend.is_main == turn:
-            model.eval()
-            cache = precompute(source, transforms, encode, key, folder=run.data.cache_dir)
-        backend.barrier()
-    return cache
+    ConfigError where nothing is frozen that could be kept.
+    """
+    from mmkit.data.features import precompute, precompute_texts
+
+    model.eval()
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    before = log_progress("features of pictures")
+    folder = run.data.cache_dir
+    if run.model.kind == "vlm":
+        key = fingerprint(model.encoders)["sha256"] + repr([encoder.model_dump() for encoder in run.model.encoders])
+        model.encoders.to(device)
+        encode = lambda images: [grid.cpu() for grid in model.encode([pixels.to(device) for pixels in images])]  # noqa: E731
+        return {"features": precompute(source, transforms, encode, key, folder=folder, progress=before)}
+    if not model.cacheable:
+        raise ConfigError("data.cache_features needs a locked tower with a head of its own; lock one (model.lock_image) or turn it off")
+    model.to(device)
+    key, made = fingerprint(model)["sha256"], {}
+    if "image" in model.cacheable:
+        encode = lambda images: [model({"image": images[0].to(device)}, mode="trunk")["image_features"].cpu()]  # noqa: E731
+        made["features"] = precompute(source, transforms, encode, key, folder=folder, progress=before)
+    if "text" in model.cacheable:
+        encode = lambda ids: model({"text": ids.to(device)}, mode="trunk")["text_features"].cpu()  # noqa: E731
+        made["text_features"] = precompute_texts(source, words, encode, key, folder=folder)
+    return made
+
+
+def log_progress(what: str, every: float = 10.0) -> Callable[[int, int], None]:
+    """A progress function that logs a line each ``every`` seconds."""
+    last = [time.monotonic()]
+
+    def progress(done: int, total: int) -> None:
+        if time.monotonic() - last[0] > every or done == total:
+            last[0] = time.monotonic()
+            log.info("%s: %d of %d", what, done, total)
+
+    return progress
