@@ -12,11 +12,12 @@ import hashlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from mmkit.data.boxes import Box
+if TYPE_CHECKING:
+    from mmkit.data.boxes import Box
 
 IMAGE = "<image>"
 REGION = "<region>"

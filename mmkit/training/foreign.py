@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mmkit.models.convert.names import ours
 from mmkit.sharding.backend import plain_name
 from mmkit.sharding.deepspeed_folder import Universal, convert, step_folder
-from mmkit.training.assemble import TrainState
 from mmkit.training.checkpoint import CheckpointError
+
+if TYPE_CHECKING:
+    from mmkit.training.assemble import TrainState
 
 log = logging.getLogger(__name__)
 
