@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from mmkit.config import ConfigError
+from mmkit.models.pretrained import from_pretrained
 from mmkit.training import assemble, loop, loss
 from mmkit.training.checkpoint import Checkpoint, CheckpointError
 from mmkit.training.loop import train
@@ -182,6 +183,24 @@ def test_finetune_starts_from_the_pretrain_export(tmp_path):
     assert torch.equal(start["connector.queries"], end["connector.queries"])
     assert torch.allclose(start["language.lm_head.weight"], end["language.lm_head.weight"], atol=1e-7)
     assert json.loads(Path(after.export, "training.json").read_text())["started_from"] == before.export
+
+
+def test_a_quantised_finetune_exports_its_adapter_over_the_unquantised_weights(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    start = train(tiny_run(tmp_path, steps=1)).export
+    lora = LORA | {"dropout": 0.0}
+    settings = {"stage": "finetune", "bits": 4, "lora": lora, "trainable": ["connector"], "optimizer": {"lr": 1e-2, "warmup": 0}}
+    run = tiny_run(tmp_path, steps=2, **settings)
+    result = train(run)
+    before = safetensors.torch.load_file(Path(start, "model.safetensors"))
+    after = safetensors.torch.load_file(Path(result.export, "model.safetensors"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before if name.startswith("language"))
+    model, _ = from_pretrained(result.export)
+    loaded = dict(model.named_parameters())
+    for name, entry in trained_tensors(run).items():
+        assert torch.equal(loaded[name], entry["param"]), name
+    again = train(tiny_run(tmp_path, steps=3, **settings))
+    assert again.reason == "done" and [row["step"] for row in lines(run)] == [1, 2, 3]
 
 
 def test_finetune_refuses_an_export_of_another_model(tmp_path):

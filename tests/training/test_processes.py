@@ -1,0 +1,53 @@
+"""One run handed from one process to two with FSDP, to two with ZeRO-3: the same lines and the same export as in one go."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from mmkit.training.checkpoint import Checkpoint
+from mmkit.training.loop import train
+from tests.training.tiny_run import tiny_run
+
+HERE = Path(__file__).parent
+SETTINGS = {
+    "trainable": ["connector", "samplers"], "lora": {"rank": 2, "alpha": 4, "dropout": 0.0, "targets": ["q_proj", "v_proj"]}, "device_batch": 1,
+    "loss_chunk": 16, "checkpoint_blocks": True, "optimizer": {"lr": 1e-2, "warmup": 0, "schedule": "constant"},
+}  # fmt: skip
+
+
+def by_two(folder: Path, **settings) -> None:
+    """Goes on with the run in ``folder`` in two processes."""
+    environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{HERE}", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "child_run.py")]
+    done = subprocess.run([*command, str(folder), json.dumps(settings)], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def lines(run):
+    return [json.loads(line) for line in Path(run.folder, "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_run_that_changes_machinery_twice_is_the_run_in_one_go(tmp_path):
+    whole = tiny_run(tmp_path / "whole", **SETTINGS, steps=6)
+    train(whole)
+    parts = tmp_path / "parts"
+    run = tiny_run(parts, **SETTINGS, steps=2)
+    train(run)
+    by_two(parts, **SETTINGS, steps=4, backend={"kind": "torch", "strategy": "fsdp", "processes": 2})
+    written = Checkpoint(f"{run.folder}/checkpoints/step-00000004")
+    assert {entry["file"][:10] for entry in written.manifest["tensors"].values()} == {"rank-00000", "rank-00001"}
+    by_two(parts, **SETTINGS, steps=6, backend={"kind": "deepspeed", "zero_stage": 3, "processes": 2})
+    for one, other in zip(lines(whole), lines(run), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5) and one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert (one["step"], one["targets"], one["samples"]) == (other["step"], other["targets"], other["samples"])
+    files = [Path(r.folder, "export", name) for name in ("model.safetensors", "adapter/adapter_model.safetensors") for r in (whole, run)]
+    for a, b in (files[:2], files[2:]):
+        a, b = safetensors.torch.load_file(a), safetensors.torch.load_file(b)
+        assert a.keys() == b.keys() and all(torch.allclose(a[name], b[name], atol=1e-5) for name in a)
