@@ -16,12 +16,12 @@ from pathlib import Path
 from mmkit.cache import atomic_folder, cache_root
 from mmkit.config import ConfigError, nearest
 from mmkit.data import demo_charts, demo_easy_vqa, demo_emoji, demo_stamps
-from mmkit.data.demo_files import Asset, AssetMissing, python_package, read_split, to_example, write_split
+from mmkit.data.demo_files import Asset, AssetMissing, identity, python_package, read_split, to_example, write_split
 from mmkit.data.example import Example
 
 log = logging.getLogger(__name__)
 SEED = 0
-VERSION = 2  # of the packs' content: a change makes new folders
+VERSION = 3  # of the packs' content: a change makes new folders
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,15 @@ class PackSource:
 
     def __getitem__(self, place: int) -> Example:
         return to_example(self.rows[place], self.folder, self.name)
+
+    def group(self, place: int) -> tuple[str, ...]:
+        """Identities of the example's pictures, without building it."""
+        return tuple(identity(path, self.name) for path in self.rows[place]["images"])
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the pack's content."""
+        return f"{self.folder.name}/{self.split}/{len(self.rows)}"
 
 
 def pack_folder(name: str, seed: int = SEED) -> Path:

@@ -30,13 +30,14 @@ def question_type(answer: str) -> str:
 
 
 def build(folder: Path, seed: int):
-    """Writes train, train_balanced, test and the caption splits into ``folder``; returns the asset used."""
+    """Writes train, train_balanced, captions (of training pictures) and test into ``folder``; returns the asset used."""
     asset = python_package("easy_vqa", "easy-vqa", LICENCE)
     for split in ("train", "test"):
         rows = question_rows(asset.folder, split)
         write_split(folder, split, rows)
         if split == "train":
             write_split(folder, "train_balanced", balanced(rows, seed))
+            write_split(folder, "captions", caption_rows("train", len(rows)))
     return [asset]
 
 
@@ -87,22 +88,27 @@ def shape_box(path: Path) -> tuple[tuple[int, int, int, int], np.ndarray]:
     return (int(columns[0]), int(rows[0]), int(columns[-1]), int(rows[-1])), mask
 
 
-def described(package: Path, split: str, limit: int) -> list[dict]:
-    """For the first ``limit`` pictures: path, shape, colour and box, as far as the questions tell them."""
+def told(package: Path, split: str, limit: int) -> list[dict]:
+    """Path, shape and colour of the first ``limit`` pictures whose questions tell both."""
     facts: dict[str, dict] = {}
     for line in question_rows(package, split):
         meta = line["meta"]
         fact = facts.setdefault(meta["image"], {"path": line["images"][0]})
         if meta["type"] != "yes-no":
             fact[meta["type"]] = meta["answer"]
-    told = [fact for fact in facts.values() if {"shape", "colour"} <= set(fact)][:limit]
-    for fact in told:
+    return [fact for fact in facts.values() if {"shape", "colour"} <= set(fact)][:limit]
+
+
+def described(package: Path, split: str, limit: int) -> list[dict]:
+    """`told`, with the exact box of each shape."""
+    facts = told(package, split, limit)
+    for fact in facts:
         fact["box"], _ = shape_box(package / fact["path"].partition(":")[2])
-    return told
+    return facts
 
 
 def caption_rows(split: str, limit: int) -> list[dict]:
-    """Captions of pictures whose shape and colour are known: "a blue rectangle"; used where no stamps can be had."""
+    """Captions of pictures whose shape and colour are known: "A blue rectangle." They align a connector with few tokens a picture."""
     package = python_package("easy_vqa", "easy-vqa", LICENCE).folder
     return [
         row(
@@ -111,7 +117,7 @@ def caption_rows(split: str, limit: int) -> list[dict]:
             [("user", "<image>"), ("assistant", f"A {fact['colour']} {fact['shape']}.")],
             concept=fact["shape"],
         )
-        for place, fact in enumerate(described(package, split, limit))
+        for place, fact in enumerate(told(package, split, limit))
     ]
 
 

@@ -153,12 +153,17 @@ def to_example(line: dict, folder: Path, source: str) -> Example:
     )
     return Example(
         key=line["key"],
-        images=tuple(ImageRef(_picture(path, folder), name=f"{source}/{path}") for path in line["images"]),
+        images=tuple(ImageRef(_picture(path, folder), name=identity(path, source)) for path in line["images"]),
         turns=tuple(Turn(role, text) for role, text in line["turns"]),
         regions=regions,
         source=source,
         meta=line["meta"],
     )
+
+
+def identity(path: str, source: str) -> str:
+    """What makes two lines show the same picture: a package's picture is the same in every pack."""
+    return path if ":" in path else f"{source}/{path}"
 
 
 def _picture(path: str, folder: Path) -> str:
