@@ -17,6 +17,7 @@ from typing import Any
 
 from mmkit.config import STAGES, ConfigError, RunConfig, changed, load_file, nearest
 from mmkit.launch.launch import ERROR_PREFIX
+from mmkit.storage import is_remote
 
 LAUNCH_EPILOG = "targets: local starts this machine's processes; slurm submits a job script; tpu drives a TPU VM with gcloud"
 
@@ -257,7 +258,7 @@ def _launch_slurm(run: RunConfig, wanted: dict[str, str], show: bool) -> int:
     from mmkit.launch import slurm
 
     cluster = checked(slurm.SlurmConfig, wanted, "--option")
-    folder = Path(run.folder) / "slurm"
+    folder = Path("slurm", run.preset, run.stage, run.name) if is_remote(run.folder) else Path(run.folder, "slurm")  # sbatch reads a disk
     spread = slurm.for_cluster(run, cluster)
     if show:
         print(slurm.render(cluster, folder / "config.yaml", folder / "job.log"))

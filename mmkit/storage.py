@@ -62,7 +62,7 @@ def retried(action: Callable[[], Any], what: str, attempts: int = ATTEMPTS, firs
             raise
         except transient_errors() as error:
             if attempt == attempts:
-                raise Unreachable(f"still failing after {attempts} attempts ({type(error).__name__}: {error})") from error
+                raise Unreachable(f"still failing after {attempts} attempt{'s' * (attempts > 1)} ({type(error).__name__}: {error})") from error
             pause = wait * 2 ** (attempt - 1) * (1 + random.random() / 2)
             log.warning("%s: %s: %s; attempt %d of %d in %.1f s", what, type(error).__name__, error, attempt + 1, attempts, pause)
             time.sleep(pause)
@@ -119,12 +119,19 @@ class Store:
 
     def folders(self) -> list[str]:
         """Names of the folders directly below the root, sorted; none where the root does not exist."""
+        return self._names("directory")
+
+    def files(self) -> list[str]:
+        """Names of the files directly below the root, as `folders`."""
+        return self._names("file")
+
+    def _names(self, kind: str) -> list[str]:
         try:
             self.fs.invalidate_cache()
             entries = self._tried(lambda: self.fs.ls(self.base, detail=True), "")
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == "directory")
+        return sorted(entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == kind)
 
     def make(self, name: str = "") -> None:
         """Creates a folder and those above it."""
@@ -159,6 +166,17 @@ class Store:
         _flush_folder(folder)
         folder.rename(target)
         _flush_folder(target.parent)
+
+    def move(self, name: str, to: str) -> None:
+        """Gives a folder another name; on an object store object by object, copied there without passing through here."""
+        if not self.remote:
+            Path(self.base, name).rename(Path(self.base, to))
+            return
+        source, target = self._inner(name), self._inner(to)
+        self.fs.invalidate_cache()
+        for file in self._tried(lambda: self.fs.find(source), name):
+            self._tried(lambda file=file: self.fs.cp_file(file, target + file.removeprefix(source)), file)
+        self.remove(name)
 
     def _inner(self, name: str) -> str:
         return f"{self.base}/{name}" if name else self.base

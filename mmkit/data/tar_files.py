@@ -129,9 +129,9 @@ def _info(url: str) -> dict[str, Any]:
     return system.info(inner)
 
 
-def read_range(url: str, offset: int, size: int) -> bytes:
+def read_range(url: str, offset: int, size: int, attempts: int = storage.ATTEMPTS) -> bytes:
     """``size`` bytes of a shard from ``offset``; remote reads are retried. ShardError where they end early."""
-    data = retried(lambda: _fetch(url, offset, size), url) if is_remote(url) else _read_local(local_path(url), offset, size)
+    data = retried(lambda: _fetch(url, offset, size), url, attempts) if is_remote(url) else _read_local(local_path(url), offset, size)
     if len(data) != size:
         raise ShardError(url, "truncated tar", f"{len(data)} of {size} bytes at {offset}; the shard has changed or is cut short")
     return data
@@ -151,10 +151,10 @@ def _read_local(path: str, offset: int, size: int) -> bytes:
         return file.read(size)
 
 
-def retried(action: Callable[[], Any], url: str) -> Any:
+def retried(action: Callable[[], Any], url: str, attempts: int = storage.ATTEMPTS) -> Any:
     """``action()``, tried again with growing waits after a dropped connection. ShardError when it keeps failing or nothing is there."""
     try:
-        return storage.retried(action, url)
+        return storage.retried(action, url, attempts)
     except FileNotFoundError:
         raise ShardError(url, "absent shard", "there is no such object") from None
     except PermissionError as error:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import operator
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import numpy as np
 from mmkit.cache import atomic_write, cache_root
 from mmkit.config import FilterRule
 from mmkit.data.tar_files import ShardError, TarMember, members, read_range, stamp
+from mmkit.storage import ATTEMPTS
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ OPERATIONS: dict[str, Callable[[Any, Any], bool]] = {
 }
 # Counters that are not damage: what a rule removes is removed on purpose.
 FILTERED = "filter "
+SUSPECT_SECONDS = 60.0
 
 
 @dataclass
@@ -50,6 +53,7 @@ class ShardIndex:
     counts: Counter = field(default_factory=Counter)  # cause -> samples left out; "samples" -> all that were found
     found: Counter = field(default_factory=Counter)  # extension -> files
     message: str = ""  # what was wrong with the shard as a whole
+    suspect_until: float = 0.0  # all attempts to read it have failed: until then one attempt has to do
 
     def __len__(self) -> int:
         return len(self.names)
@@ -72,12 +76,21 @@ class ShardIndex:
         spans = [(int(offset), int(size)) for offset, size in self.spans[i] if size >= 0]
         first, last = min(offset for offset, _ in spans), max(offset + size for offset, size in spans)
         if last - first > 2 * sum(size for _, size in spans) + (1 << 16):
-            parts = [read_range(self.url, offset, size) for offset, size in spans]
+            parts = [self._range(offset, size) for offset, size in spans]
         else:
-            data = read_range(self.url, first, last - first)
+            data = self._range(first, last - first)
             parts = [data[offset - first : offset - first + size] for offset, size in spans]
         meta = _metadata(parts[2]) if len(parts) > 2 else {}
         return parts[0], parts[1].decode("utf8", "replace").strip(), meta or {}
+
+    def _range(self, offset: int, size: int) -> bytes:
+        """A part of the shard. Where it has just failed for good, one attempt: each of its samples would wait as long as the first."""
+        try:
+            return read_range(self.url, offset, size, 1 if time.monotonic() < self.suspect_until else ATTEMPTS)
+        except ShardError as error:
+            if error.reason == "unreadable shard":
+                self.suspect_until = time.monotonic() + SUSPECT_SECONDS
+            raise
 
 
 def index_of(url: str, caption: str = "txt", filters: Sequence[FilterRule] = ()) -> ShardIndex:

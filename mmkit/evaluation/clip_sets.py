@@ -19,6 +19,7 @@ from mmkit.data.images import open_image
 from mmkit.data.shards import ShardSource, open_shards
 from mmkit.evaluation import collections, retrieval, zero_shot
 from mmkit.evaluation.zero_shot import Share
+from mmkit.storage import Store
 
 if TYPE_CHECKING:
     from mmkit.evaluation.tasks.clip_demo import Towers
@@ -105,8 +106,8 @@ def score_all(names: str | Iterable[str], root: str, towers: Towers, output: str
         row = score(name, root, towers, **options)
         found[name] = row["metrics"]
         if options.get("share", Share()).rank == 0:
-            with fsspec.open(output.format(dataset=name.replace("/", "_")), "w", encoding="utf8", auto_mkdir=True) as file:
-                json.dump(row, file)
+            folder, _, file = output.format(dataset=name.replace("/", "_")).rpartition("/")
+            Store(folder or ".").write(file, json.dumps(row).encode())
     return found
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mmkit.cache import atomic_write
+from mmkit.storage import Store
 from mmkit.data.example import Example
 from mmkit.evaluation.metrics import interval, majority, priors
 from mmkit.evaluation.task import Task
@@ -175,21 +175,19 @@ def versions() -> dict[str, str]:
 # ---------------------------------------------------------------- files
 
 
-def write_results(folder: str | Path, results: Sequence[Result], extra: Mapping[str, Any] | None = None) -> Path:
+def write_results(folder: str | Path, results: Sequence[Result], extra: Mapping[str, Any] | None = None) -> str:
     """``results.json`` (all tasks) and ``samples.jsonl`` (a line a document) in ``folder``; each appears whole or not at all."""
-    folder = Path(folder)
+    store = Store(folder)
     tree = {result.task: {name: value for name, value in asdict(result).items() if name != "rows"} for result in results}
-    with atomic_write(folder / "samples.jsonl") as path:
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for result in results for row in result.rows), encoding="utf8")
-    with atomic_write(folder / "results.json") as path:
-        path.write_text(json.dumps({"tasks": tree, **(extra or {})}, indent=1, ensure_ascii=False), encoding="utf8")
-    return folder / "results.json"
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for result in results for row in result.rows)
+    store.write("samples.jsonl", lines.encode())
+    store.write("results.json", json.dumps({"tasks": tree, **(extra or {})}, indent=1, ensure_ascii=False).encode())
+    return store.path("results.json")
 
 
 def read_results(path: str | Path) -> dict[str, Any]:
     """The tree `write_results` wrote; ``path`` is the file or its folder."""
-    path = Path(path)
-    return json.loads((path / "results.json" if path.is_dir() else path).read_text(encoding="utf8"))
+    return json.loads(Store(str(path).removesuffix("/results.json")).read("results.json"))
 
 
 def table(results: Sequence[Result]) -> list[dict[str, Any]]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from mmkit.config import ClipConfig, ConfigError, RunConfig
 from mmkit.evaluation.runner import Progress, Result, evaluate, write_results
 from mmkit.evaluation.task import find
 from mmkit.evaluation.zero_shot import Share
+from mmkit.storage import Store, fetched
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +27,11 @@ def evaluate_run(run: RunConfig, *, share: Share = Share(), progress: Progress |
 
     model, config = from_pretrained(export)
     model.eval()
-    words = Path(export) / "tokenizer"
+    words = fetched(export) / "tokenizer"
     made = tokenizer(config, words) if words.is_dir() else tokenizer(config)
     results = evaluate_model(run, model, config, made, image_transforms(config), share=share, progress=progress)
     if share.rank == 0:
-        write_results(run.folder, results, {"export": str(export), "preset": run.preset, "headline": headline(results)})
+        write_results(run.folder, results, {"export": export, "preset": run.preset, "headline": headline(results)})
     return results
 
 
@@ -67,20 +67,20 @@ def check_tasks(run: RunConfig) -> None:
         find(name, table)
 
 
-def export_of(run: RunConfig) -> Path:
+def export_of(run: RunConfig) -> str:
     """The export to score: ``start_from``, else the finetune stage's, else the pretrain stage's of the same preset and name."""
     if run.start_from:
-        folders = [Path(run.start_from)]
+        folders = [run.start_from.rstrip("/")]
     else:
-        folders = [Path(run.root) / run.preset / stage / run.name for stage in ("finetune", "pretrain")]
+        folders = [f"{run.root.rstrip('/')}/{run.preset}/{stage}/{run.name}" for stage in ("finetune", "pretrain")]
     for folder in folders:
-        for candidate in (folder / "export", folder):
-            if (candidate / "config.json").is_file():
+        for candidate in (f"{folder}/export", folder):
+            if Store(candidate).size("config.json") is not None:
                 return candidate
     stage = "pretrain" if isinstance(run.model, ClipConfig) else "finetune"
     name = "" if run.name == "default" else f" --name {run.name}"
     raise ConfigError(
-        f"no export to score in {' or '.join(str(folder) for folder in folders)}; "
+        f"no export to score in {' or '.join(folders)}; "
         f"make one with: mmkit train --model {run.preset} --stage {stage}{name}"
     )
 

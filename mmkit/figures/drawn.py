@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
+
+from mmkit.storage import Store
 
 
 @dataclass(frozen=True)
@@ -18,21 +21,19 @@ class Drawn:
     table: pd.DataFrame
     source: str
 
-    def save(self, folder: str | Path) -> Path:
-        """Write ``name.png`` and ``name.csv`` (first line: the source) into ``folder``; the path of the PNG."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        picture = folder / f"{self.name}.png"
-        self.figure.savefig(picture, dpi=120, bbox_inches="tight")
-        text = f"# {self.source}\n" + self.table.to_csv(index=False)
-        (folder / f"{self.name}.csv").write_text(text, encoding="utf8")
-        return picture
+    def save(self, folder: str | Path) -> str:
+        """Write ``name.png`` and ``name.csv`` (first line: the source) into ``folder``, a path or URL; the path or URL of the PNG."""
+        store = Store(folder)
+        store.write(f"{self.name}.png", self._png(120))
+        store.write(f"{self.name}.csv", f"# {self.source}\n{self.table.to_csv(index=False)}".encode())
+        return store.path(f"{self.name}.png")
 
     def _repr_png_(self) -> bytes:
-        import io
+        return self._png(90)
 
+    def _png(self, dpi: int) -> bytes:
         buffer = io.BytesIO()
-        self.figure.savefig(buffer, format="png", dpi=90, bbox_inches="tight")
+        self.figure.savefig(buffer, format="png", dpi=dpi, bbox_inches="tight")
         return buffer.getvalue()
 
 

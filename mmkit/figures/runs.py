@@ -27,7 +27,7 @@ def curves(runs: str | Path | Mapping[str, str | Path], smooth: int = 0, name: s
 
     ``smooth`` steps are averaged for the thick line (0 = a twentieth of the run). ConfigError where a folder has no metrics yet.
     """
-    folders = runs if isinstance(runs, Mapping) else {"/".join(Path(runs).parts[-3:-1]): runs}
+    folders = runs if isinstance(runs, Mapping) else {"/".join(str(runs).split("/")[-3:-1]): runs}
     table = pd.concat([_metrics(label, folder) for label, folder in folders.items()], ignore_index=True)
     figure, axes = blank(10.5, 3.4, columns=3)
     for axis, column, title in zip(axes, ("loss", "grad_norm", "lr"), ("loss", "gradient norm", "learning rate"), strict=True):

@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from mmkit.config import BackendConfig, ConfigError, RunConfig, to_yaml
+from mmkit.storage import Store
 
 Record = dict[str, Any]
 WORKER = "MMKIT_WORKER"  # set in a child: train here, start nothing
@@ -43,10 +44,10 @@ class Launched:
     """What a run left behind, read from its folder."""
 
     run: RunConfig
-    folder: Path
+    folder: str  # a path or URL
     steps: int
     last: Record  # the last line of metrics.jsonl
-    export: Path | None  # the folder that `from_pretrained` reads
+    export: str | None  # the folder that `from_pretrained` reads
     seconds: float
     stopped: bool = False  # it was interrupted, and can be resumed
 
@@ -57,7 +58,7 @@ class Launched:
             "steps": self.steps,
             "loss": self.last.get("loss"),
             "seconds": round(self.seconds, 1),
-            "export": self.export and str(self.export),
+            "export": self.export,
         }
         return {f"{start}_{name}": value for name, value in found.items() if value is not None}
 
@@ -161,7 +162,7 @@ def _watch_child(run: RunConfig, command: list[str], on_log: Callable[[Record], 
     config.write_text(to_yaml(run), encoding="utf8")
     inherited = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
     environment = inherited | child_environment(run) | {WORKER: "1", "PYTHONUNBUFFERED": "1"}
-    metrics = follow(Path(run.folder) / "metrics.jsonl", from_end=True)
+    metrics = follow(f"{run.folder}/metrics.jsonl", from_end=True)
     with output.open("wb") as sink:
         child = subprocess.Popen(  # its own session, so that an interrupt of the kernel reaches it only through us
             [*command, "--config", str(config)], stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -190,21 +191,23 @@ def _watch_child(run: RunConfig, command: list[str], on_log: Callable[[Record], 
     return asked
 
 
-def follow(path: Path, from_end: bool = False) -> Iterator[list[Record]]:
-    """The complete new lines of a JSON-lines file at each ``next``; a half-written last line waits for its end."""
-    position = path.stat().st_size if from_end and path.exists() else 0
+def follow(path: str | Path, from_end: bool = False) -> Iterator[list[Record]]:
+    """The complete new lines of a JSON-lines file (a path or URL) at each ``next``; a half-written last line waits for its end."""
+    folder, _, name = str(path).rpartition("/")
+    store = Store(folder or ".")
+    position = (store.size(name) or 0) if from_end else 0
     while True:
-        lines = []
-        if path.exists():
-            if path.stat().st_size < position:  # a rewound run starts its file anew
+        try:
+            size = store.size(name) or 0
+            if size < position:  # a rewound run starts its file anew
                 position = 0
-            with path.open("rb") as file:
-                file.seek(position)
-                block = file.read()
-            whole = block[: block.rfind(b"\n") + 1]
-            position += len(whole)
-            lines = [json.loads(line) for line in whole.splitlines() if line.strip()]
-        yield lines
+            block = store.read(name, position) if size > position else b""
+        except OSError as error:  # who watches a run does not end it
+            log.warning("%s cannot be read now: %s", path, error)
+            block = b""
+        whole = block[: block.rfind(b"\n") + 1]
+        position += len(whole)
+        yield [json.loads(line) for line in whole.splitlines() if line.strip()]
 
 
 def interrupt(pid: int) -> bool:
@@ -251,15 +254,14 @@ def _raise_for(code: int, output: str, asked: bool) -> None:
 
 
 def _left_by(run: RunConfig, started: float, stopped: bool) -> Launched:
-    folder = Path(run.folder)
-    records = [] if run.dry_run else read_metrics(folder)
-    export = folder / "export"
+    records = [] if run.dry_run else read_metrics(run.folder)
+    export = f"{run.folder}/export"
     return Launched(
         run=run,
-        folder=folder,
+        folder=run.folder,
         steps=records[-1]["step"] if records else 0,
         last=records[-1] if records else {},
-        export=export if export.is_dir() and not run.dry_run else None,
+        export=export if not run.dry_run and Store(export).size("config.json") is not None else None,
         seconds=time.monotonic() - started,
         stopped=stopped,
     )
@@ -267,4 +269,4 @@ def _left_by(run: RunConfig, started: float, stopped: bool) -> Launched:
 
 def read_metrics(folder: str | Path) -> list[Record]:
     """Every record of a run's metrics.jsonl, empty where it has none; a half-written last line is left out."""
-    return next(follow(Path(folder) / "metrics.jsonl"))
+    return next(follow(f"{folder}/metrics.jsonl"))

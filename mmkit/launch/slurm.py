@@ -159,7 +159,7 @@ def state(job: Job, env: dict[str, str] | None = None) -> str:
 
 def watch(job: Job, on_log: Callable[[dict], None] | None = None, env: dict[str, str] | None = None, every: float = 5.0) -> str:
     """Wait until the job has ended, passing new lines of metrics.jsonl on; its final state. Requeued jobs are waited for."""
-    lines = follow(Path(job.run.folder) / "metrics.jsonl", from_end=True)
+    lines = follow(f"{job.run.folder}/metrics.jsonl", from_end=True)
     while True:
         now = state(job, env)
         for record in next(lines):

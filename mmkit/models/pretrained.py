@@ -30,6 +30,7 @@ from mmkit.models.build import SkipInit, build, pack_folder
 from mmkit.models.convert import files, llava
 from mmkit.models.encoders import build_encoder, source_of, source_tensors
 from mmkit.models.language import hf_config
+from mmkit.storage import fetched, is_remote
 
 logger = logging.getLogger(__name__)
 MARK = "mmkit_version"
@@ -263,7 +264,7 @@ def _injected_name(name: str) -> str:
 
 def read_config(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
     """(model config, whole content) of an export's config.json; ConfigError where it is not one of ours or says too little."""
-    path = Path(folder) / "config.json"
+    path = fetched(folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"{folder} is no exported model: it has no config.json")
     content = json.loads(path.read_text(encoding="utf8"))
@@ -287,9 +288,9 @@ def from_pretrained(
     """(model, config) of an export, or of a published checkpoint in its authors' layout.
 
     Adapters are injected by peft, or with ``merge`` folded into the weights in fp32. ``dtype`` None keeps fp32. Peak memory is
-    the model and one tensor. ValueError listing every missing or unexpected tensor by name.
+    the model and one tensor. ValueError listing every missing or unexpected tensor by name. ``folder`` may be a URL.
     """
-    folder = Path(folder)
+    source, folder = folder, fetched(folder)
     if not (folder / "config.json").is_file() or MARK not in json.loads((folder / "config.json").read_text(encoding="utf8")):
         from mmkit.models.convert import published
 
@@ -302,7 +303,7 @@ def from_pretrained(
     files.fill(model, stored_tensors(folder, config, content, merge), str(folder))
     if (folder / "adapter").is_dir() and not merge:
         _inject_adapter(model, folder / "adapter")
-    model.weights_from = str(folder.resolve())
+    model.weights_from = str(source if is_remote(source) else folder.resolve())
     return model, config
 
 
@@ -334,13 +335,13 @@ def _all_tensors(folder: Path, config: ModelConfig, content: dict[str, Any]) -> 
 def load_into(model: nn.Module, config: ModelConfig, folder: str | Path) -> None:
     """Copies the weights of an export into ``model``, built for ``config``; its adapters are merged.
 
-    ConfigError where the export's architecture is another, naming the setting and both values.
+    ConfigError where the export's architecture is another, naming the setting and both values. ``folder`` may be a URL.
     """
-    folder = Path(folder)
+    source, folder = folder, fetched(folder)
     stored, content = read_config(folder)
     check_same_architecture(config, stored, str(folder))
     files.fill(model, stored_tensors(folder, stored, content, merge=True), str(folder))
-    model.weights_from = str(folder.resolve())
+    model.weights_from = str(source if is_remote(source) else folder.resolve())
 
 
 def check_same_architecture(config: ModelConfig, stored: ModelConfig, source: str) -> None:

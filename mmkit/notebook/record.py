@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from mmkit.cache import atomic_write
 from mmkit.config import RunConfig
 from mmkit.notebook.tables import Table
+from mmkit.storage import Store
 
 
 def record(notebook: str, run: RunConfig, results: Mapping[str, Any] | None = None, figures: Mapping[str, Any] | None = None) -> Table:
@@ -19,32 +18,29 @@ def record(notebook: str, run: RunConfig, results: Mapping[str, Any] | None = No
     ``results`` are the numbers the notebook reached; ``figures`` map a name to the path of its PNG or to the figure itself,
     which is saved.
     """
-    folder = Path(run.folder)
-    saved = {name: str(save(figure, run)) if hasattr(figure, "save") else str(figure) for name, figure in (figures or {}).items() if figure}
+    store, name = Store(run.folder), f"record-{notebook}.json"
+    saved = {title: str(save(figure, run)) if hasattr(figure, "save") else str(figure) for title, figure in (figures or {}).items() if figure}
     values = {
         "notebook": notebook,
         "model": run.preset,
         "stage": run.stage,
         "dry_run": run.dry_run,
-        "folder": str(folder),
+        "folder": run.folder,
         "when": time.strftime("%Y-%m-%d %H:%M:%S"),
         "results": dict(results or {}),
         "figures": saved,
     }
-    path = folder / f"record-{notebook}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as target:
-        Path(target).write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf8")
-    rows = [{"what": name, "value": value} for name, value in {**values["results"], **saved, "record": str(path)}.items()]
+    store.write(name, (json.dumps(values, indent=1, default=str) + "\n").encode())
+    rows = [{"what": what, "value": value} for what, value in {**values["results"], **saved, "record": store.path(name)}.items()]
     return Table(rows, f"{run.preset}/{run.stage}")
 
 
-def save(figure: Any, run: RunConfig) -> Path:
-    """Saves a figure as PNG and CSV in the run's ``figures/``; the PNG's path."""
-    return figure.save(Path(run.folder) / "figures")
+def save(figure: Any, run: RunConfig) -> str:
+    """Saves a figure as PNG and CSV in the run's ``figures/``; the PNG's path or URL."""
+    return figure.save(f"{run.folder}/figures")
 
 
 def read_record(notebook: str, run: RunConfig) -> dict[str, Any]:
     """What `record` wrote, empty where it has not run yet."""
-    path = Path(run.folder) / f"record-{notebook}.json"
-    return json.loads(path.read_text(encoding="utf8")) if path.is_file() else {}
+    store, name = Store(run.folder), f"record-{notebook}.json"
+    return json.loads(store.read(name)) if store.size(name) is not None else {}

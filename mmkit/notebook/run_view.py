@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from mmkit.config import RunConfig
 from mmkit.launch.launch import Launched
 from mmkit.notebook.record import save
+from mmkit.storage import Store
 
 
 def trained_groups(result: Launched) -> list[dict[str, Any]]:
     """Parameter groups and adapted layers of a run, as its environment.json keeps them; empty after a dry run."""
-    path = Path(result.folder) / "environment.json"
-    if result.run.dry_run or not path.is_file():
+    store = Store(result.folder)
+    if result.run.dry_run or store.size("environment.json") is None:
         return []
-    tables = json.loads(path.read_text(encoding="utf8")).get("tables", {})
+    tables = json.loads(store.read("environment.json")).get("tables", {})
     adapters = [
         {"group": f"adapter of {row['layer']}", "tensors": row["layers"], "parameters": row["trained"]}
         for row in tables.get("adapters", ())
@@ -28,7 +28,7 @@ def trained_groups(result: Launched) -> list[dict[str, Any]]:
 class Gallery:
     """Figures that are saved already, shown below one another with the path of each PNG."""
 
-    def __init__(self, figures: dict[Path, Any]):
+    def __init__(self, figures: dict[str, Any]):
         self.figures = figures
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
@@ -38,7 +38,7 @@ class Gallery:
         for path, figure in self.figures.items():
             picture = base64.b64encode(figure._repr_png_()).decode()
             parts.append(
-                f"<p><b>{figure.name}</b> <small>{figure.source}; {path.name}</small><br><img src='data:image/png;base64,{picture}'></p>"
+                f"<p><b>{figure.name}</b> <small>{figure.source}; {str(path).rpartition('/')[2]}</small><br><img src='data:image/png;base64,{picture}'></p>"
             )
         return {"text/html": "".join(parts), "text/plain": str(self)}
 

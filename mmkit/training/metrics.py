@@ -14,6 +14,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 PACKAGES = (
     "mmkit", "torch", "torchvision", "torch_xla", "deepspeed", "transformers", "peft", "open_clip_torch", "timm", "bitsandbytes", "safetensors", "numpy",
 )  # fmt: skip
-REMOTE_SECONDS = 30.0  # object stores cannot append: the whole file is written again, this often at most
+REMOTE_SECONDS = 30.0  # between uploads of metrics.jsonl to an object store
 
 
 def is_sum(name: str) -> bool:
@@ -91,36 +92,51 @@ def device_facts(backend: Any, before: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MetricsFile:
-    """Appends lines to ``metrics.jsonl`` of a run folder; only the main process makes one."""
+    """Appends lines to ``metrics.jsonl`` of a run folder; only the main process makes one.
+
+    Object stores cannot append: there the lines collect in a local file, and the whole of it is uploaded every `REMOTE_SECONDS` (seldomer
+    where an upload takes long), before each checkpoint (`flush`) and at the end. A kill loses at most the lines since then, never
+    those of steps that a resume goes on from.
+    """
 
     def __init__(self, folder: str, last_step: int = 0):
         self.store, self.name = Store(folder), "metrics.jsonl"
-        self.lines = [line for line in self._read() if line.get("step", 0) <= last_step] if last_step else []
-        self.written = time.monotonic()
+        kept = _text([line for line in self._read() if line.get("step", 0) <= last_step] if last_step else [])
         self.store.make()
-        self.store.write(self.name, _text(self.lines))
-        self.file = None if self.store.remote else open(self.store.path(self.name), "a", encoding="utf8")  # noqa: SIM115
+        self.store.write(self.name, kept)
+        self.uploaded, self.took = time.monotonic(), 0.0
+        self.file = tempfile.TemporaryFile() if self.store.remote else open(self.store.path(self.name), "ab")  # noqa: SIM115
+        if self.store.remote:
+            self.file.write(kept)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """One more line, on the disk before this returns; on an object store after `REMOTE_SECONDS` or at `close`."""
-        if self.file:
-            self.file.write(_text([row]).decode())
-            self.file.flush()
-            return
-        self.lines.append(dict(row))
-        if time.monotonic() - self.written > REMOTE_SECONDS:
+        """One more line, on the disk before this returns."""
+        self.file.write(_text([row]))
+        self.file.flush()
+        if self.store.remote and time.monotonic() - self.uploaded > max(REMOTE_SECONDS, 20 * self.took):
+            self.flush()
+
+    def flush(self) -> None:
+        """Makes every line so far readable in the run folder. Where a store does not answer the run goes on: the lines are kept."""
+        try:
             self._upload()
+        except OSError as error:
+            log.warning("%s was not uploaded, the next upload holds its lines: %s", self.store.path(self.name), error)
 
     def close(self) -> None:
         """Writes what is left."""
-        if self.file:
-            self.file.close()
-        else:
+        try:
             self._upload()
+        finally:
+            self.file.close()
 
     def _upload(self) -> None:
-        self.store.write(self.name, _text(self.lines))
-        self.written = time.monotonic()
+        if not self.store.remote:
+            return
+        self.uploaded = time.monotonic()
+        self.file.seek(0)
+        self.store.write(self.name, self.file.read())
+        self.took = time.monotonic() - self.uploaded
 
     def _read(self) -> list[dict]:
         """The lines an earlier process wrote, without one it was killed in."""

@@ -102,6 +102,8 @@ def is_best(state: TrainState, notes: Notes) -> bool:
 def save(state: TrainState, notes: Notes) -> None:
     """A checkpoint of this step, with the last line's numbers."""
     numbers = {name: value for name, value in notes.last.items() if isinstance(value, float)}
+    if notes.metrics:
+        notes.metrics.flush()
     if save_checkpoint(state, numbers):
         notes.saved = state.step
         if notes.hooks.on_save and state.backend.is_main:

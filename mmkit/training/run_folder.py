@@ -127,7 +127,7 @@ def set_aside(folder: str) -> None:
     if "checkpoints" not in store.folders():
         return
     number = 1 + sum(name.startswith("checkpoints.before-") for name in store.folders())
-    store.fs.mv(f"{store.base}/checkpoints", f"{store.base}/checkpoints.before-{number}", recursive=True)
+    store.move("checkpoints", f"checkpoints.before-{number}")
     log.warning("earlier checkpoints of %s are now in checkpoints.before-%d", folder, number)
 
 
@@ -198,8 +198,7 @@ def export(state: TrainState) -> str:
             provenance = {"run": state.run.folder, "step": state.step, "started_from": state.started_from, "stage": state.run.stage}
             (folder / "training.json").write_text(json.dumps(provenance, indent=1) + "\n", encoding="utf8")
         if store.remote and backend.is_main:
-            store.remove("export")
-            store.fs.put(f"{folder}/", f"{store.base}/export/", recursive=True)
+            store.upload(folder, "export", last="config.json")
     backend.barrier()
     return store.path("export")
 

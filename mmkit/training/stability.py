@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-import fsspec
 import torch
 from torch import Tensor, nn
 
 from mmkit.config import Precision, StabilityConfig
+from mmkit.storage import Store
 
 log = logging.getLogger(__name__)
 
@@ -156,12 +156,11 @@ class StabilityGuard:
         log.warning("%s", decision.message)
         if self.folder is None:
             return None
-        path = f"{self.folder.rstrip('/')}/stability/step-{decision.step:08d}-{self.n_rewinds}.json"
+        store, name = Store(self.folder), f"stability/step-{decision.step:08d}-{self.n_rewinds}.json"
         event = {"decision": asdict(decision), "limit": _plain(self.limit), **facts}
         event |= {"last_steps": [_plain(row) for row in self.ring], "activations": _plain(list(activations))}
-        with fsspec.open(path, "w", encoding="utf8", auto_mkdir=True) as file:
-            json.dump(event, file, indent=1)
-        return path
+        store.write(name, json.dumps(event, indent=1).encode())
+        return store.path(name)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resume needs: the window and the counts."""
@@ -178,9 +177,8 @@ class StabilityGuard:
 
 def events(folder: str) -> list[dict]:
     """Every event file of a run folder, in the order of steps."""
-    system, root = fsspec.core.url_to_fs(folder)
-    paths = sorted(system.glob(f"{root.rstrip('/')}/stability/step-*.json"))
-    return [json.loads(system.cat_file(path)) for path in paths]
+    store = Store(f"{folder.rstrip('/')}/stability")
+    return [json.loads(store.read(name)) for name in store.files() if name.startswith("step-")]
 
 
 def _plain(value: Any) -> Any:

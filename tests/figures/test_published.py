@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mmkit.figures import published, scaling
@@ -12,7 +14,7 @@ ALL = published.DRAWINGS | scaling.DRAWINGS
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_every_figure_is_drawn_and_saved_beside_its_numbers(name, tmp_path):
     drawn = ALL[name]()
-    picture = drawn.save(tmp_path)
+    picture = Path(drawn.save(tmp_path))
     assert picture.stat().st_size > 5_000
     text = picture.with_suffix(".csv").read_text(encoding="utf8")
     assert text.startswith("# ") and len(text.splitlines()) == len(drawn.table) + 2

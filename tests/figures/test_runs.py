@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,7 +29,7 @@ def test_curves_keep_every_step_and_spell_what_is_not_finite(tmp_path):
     folder = metrics(tmp_path / "m" / "finetune" / "default", [3.0, "nan", 1.0])
     drawn = runs.curves(folder)
     assert list(drawn.table["step"]) == [1, 2, 3] and math.isnan(drawn.table["loss"][1]) and set(drawn.table["run"]) == {"m/finetune"}
-    path = drawn.save(tmp_path / "figures")
+    path = Path(drawn.save(tmp_path / "figures"))
     assert path.stat().st_size > 3000 and path.with_suffix(".csv").read_text().count("\n") == 5
 
 

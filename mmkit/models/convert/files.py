@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from mmkit.storage import fetched, is_remote
+
 REMAP_BYTES = 64 << 20
 SHARD_BYTES = 4 << 30
 PICKLED = (".bin", ".pt", ".pth")
@@ -20,7 +22,10 @@ NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state",
 
 
 def locate(source: str) -> Path:
-    """Local path of ``source``: a file or folder as it is, else a hub repository from the hub cache, downloaded where it is missing."""
+    """Local path of ``source``: a file or folder as it is, a copy of one behind a URL, else a hub repository from the hub cache,
+    downloaded where it is missing."""
+    if is_remote(source):
+        return fetched(source)
     path = Path(source).expanduser()
     if path.exists():
         return path
