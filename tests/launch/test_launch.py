@@ -135,7 +135,7 @@ def test_an_interrupt_becomes_a_checkpoint_and_a_clean_end(tmp_path, monkeypatch
             raise KeyboardInterrupt
 
     result = launch(run, on_log=on_log)
-    assert result.stopped and (result.folder / "checkpoints").is_dir() and result.steps < 399
+    assert result.stopped and Path(result.folder, "checkpoints").is_dir() and result.steps < 399
     assert "stopping after the step in hand" in capsys.readouterr().out
 
 
