@@ -31,7 +31,7 @@ MICRO = {
     "cached coca": {"contrastive": {"kind": "coca"}, "micro": 2},
     "cached distill": {"contrastive": {"kind": "distill", "chunk": 5}, "micro": 2},
 }
-ONE_PROGRAM = {"chunked": {"contrastive": {"chunk": 6}}, "siglip": {"contrastive": {"kind": "siglip"}}, "cached": MICRO["cached"]}
+ONE_PROGRAM = {"chunked": {"contrastive": {"chunk": 6}}, "cached": MICRO["cached"]}
 CASES = {
     **{f"siglip {way}": {"contrastive": {"kind": "siglip", "siglip_exchange": way}} for way in ("bidir", "shift", "gather", "reduce")},
     "local": {"contrastive": {}},
