@@ -19,7 +19,7 @@ from torch import nn
 
 from mmkit.config import ClipConfig, ConfigError, RunConfig
 from mmkit.sharding.backend import Backend, create
-from mmkit.training.checkpoint import Checkpoints, fingerprint
+from mmkit.training.checkpoint import Checkpoints, fingerprint, sample_hash
 from mmkit.training.contrastive import ContrastiveObjective
 from mmkit.training.contrastive import check as check_contrastive
 from mmkit.training.feed import make_loader
@@ -49,6 +49,7 @@ class TrainState:
     frozen: dict[str, Any]  # fingerprint of the frozen weights
     trained: dict[str, torch.Size]  # name -> whole shape of every trained parameter
     tables: dict[str, Any]  # for people: parameter groups, adapters, components
+    started_with: dict[str, str] = field(default_factory=dict)  # hashes of the trained tensors before the first step
     started_from: str | None = None  # the export whose weights it began with
     components: tuple = ()  # the model file's table: name pattern -> component
     blocks: tuple = ()  # names of the classes it is made of
@@ -74,6 +75,7 @@ def assemble(run: RunConfig) -> TrainState:
     tables = prepare_model(model, run, parts.COMPONENTS)
     frozen = fingerprint(model)
     trained = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    started_with = {name: sample_hash(p) for name, p in model.named_parameters() if p.requires_grad}
     objective = make_objective(model, run, backend)
     factory = optimizer_factory(model, parts.COMPONENTS, run.train.optimizer)
     data = make_loader(run, model, backend)
@@ -91,7 +93,7 @@ def assemble(run: RunConfig) -> TrainState:
     checkpoints = Checkpoints(f"{run.folder}/checkpoints", run.train.checkpoint, backend)
     return TrainState(
         run, backend, model, wrapped, data, Schedule(run.train.optimizer, total), guard, checkpoints, total,
-        accumulator(run, wrapped, objective, backend), frozen, trained, tables, started_from=parent_export(run), components=parts.COMPONENTS,
+        accumulator(run, wrapped, objective, backend), frozen, trained, tables, started_with, started_from=parent_export(run), components=parts.COMPONENTS,
         blocks=parts.BLOCKS, precisions=[{"step": 0, "precision": run.train.precision}],
     )  # fmt: skip
 

@@ -437,14 +437,19 @@ def trained_buffers(module: torch.nn.Module, plain: Callable[[str], str] = str) 
 
 
 def fingerprint(module: torch.nn.Module) -> dict[str, Any]:
-    """What tells frozen weights apart without storing them: count, and a hash of up to 1,024 values of each tensor."""
+    """What tells frozen weights apart without storing them: their count, and one hash over `sample_hash` of each."""
     digest, count = hashlib.sha256(), 0
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            continue
-        values = parameter.detach().flatten()
-        values = values[:: max(len(values) // 1024, 1)].cpu().contiguous()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(values.view(torch.uint8).numpy().tobytes())
-        count += parameter.numel()
+        if not parameter.requires_grad:
+            digest.update(f"{name} {sample_hash(parameter)}".encode())
+            count += parameter.numel()
     return {"parameters": count, "sha256": digest.hexdigest() if count else ""}
+
+
+def sample_hash(tensor: Tensor) -> str:
+    """A hash of type, shape and up to 2,047 evenly spread values of ``tensor``."""
+    values = tensor.detach().flatten()
+    values = values[:: max(len(values) // 1024, 1)].cpu().contiguous()
+    digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    digest.update(values.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]

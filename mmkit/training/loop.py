@@ -26,11 +26,12 @@ import torch
 from mmkit.config import RunConfig, changed
 from mmkit.training.assemble import TrainState, assemble
 from mmkit.training.contrastive import unmask_when_due
+from mmkit.training.exporting import export
 from mmkit.training.gradients import check_reached
 from mmkit.training.interrupt import Interrupt
 from mmkit.training.metrics import totals
 from mmkit.training.notes import Hooks, Notes, Row, activations, is_best, read_steps, save
-from mmkit.training.run_folder import check_same_run, export, open_folder, restore, resume_path
+from mmkit.training.run_folder import check_same_run, open_folder, restore, resume_path
 from mmkit.training.stability import Decision
 
 log = logging.getLogger(__name__)
@@ -162,7 +163,8 @@ def one_step(state: TrainState) -> Row:
     if state.reached is None and backend.reached is not None:
         state.reached = check_reached(state, backend.reached)
     return {
-        "step": state.step, "names": names, "values": backend.sum_over_devices(values), "counts": counts, "grad_norm": norm, "lr": rates[0],
+        "step": state.step, "names": names, "values": backend.sum_over_devices(values), "counts": counts, "grad_norm": norm,
+        "lr": state.schedule.share(state.step - 1) * train.optimizer.lr,
         "lrs": {group["title"]: rate for group, rate in zip(groups, rates, strict=True)}, "skipped": backend.skipped, "epoch": window[-1].epoch,
         **{f"grad_norm_{name}": norm for name, norm in backend.norms.items() if len(backend.norms) > 1},
         "seconds": time.monotonic() - begin, "data_seconds": waited, "keys": [key for batch in window for key in batch.keys],

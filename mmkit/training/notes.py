@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmkit.training.accumulate import frozen_statistics
+from mmkit.config import ConfigError
 from mmkit.training.assemble import TrainState
 from mmkit.training.contrastive import advice
 from mmkit.training.metrics import MetricsFile, device_facts, row_of
@@ -96,6 +97,8 @@ def activations(state: TrainState) -> list[Row]:
 def is_best(state: TrainState, notes: Notes) -> bool:
     """Whether the evaluation just made is the best so far, where a metric is watched."""
     metric = state.run.train.checkpoint.best_metric
+    if metric is not None and metric not in notes.last:
+        raise ConfigError(f"train.checkpoint.best_metric {metric!r} is not measured; a line has {', '.join(notes.last)}")
     return metric is not None and state.checkpoints.is_best(notes.last[metric])
 
 

@@ -8,15 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import random
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
-from torch import Tensor
 
 from mmkit.config import ConfigError, RunConfig, to_yaml
 from mmkit.training.assemble import TrainState, seed_everything
@@ -24,7 +19,6 @@ from mmkit.training.checkpoint import CheckpointError, open_verified, trained_bu
 from mmkit.training.foreign import is_foreign, restore_foreign
 from mmkit.training.metrics import MetricsFile, environment
 from mmkit.storage import Store
-from mmkit.training.weights import build_model
 
 log = logging.getLogger(__name__)
 
@@ -179,35 +173,3 @@ def open_folder(state: TrainState, first: bool = True) -> MetricsFile | None:
     }  # fmt: skip
     store.write("environment.json", json.dumps(environment(**facts), indent=1, default=str).encode())
     return MetricsFile(state.run.folder, state.step)
-
-
-def export(state: TrainState) -> str:
-    """Writes ``export/``: weights under the model's own names, adapter, config, tokenizer; read back by `models.pretrained`.
-
-    All processes. What it started from stands in training.json.
-    """
-    from mmkit.models.build import tokenizer
-    from mmkit.models.pretrained import save_pretrained
-
-    store, backend = Store(state.run.folder), state.backend
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch, "export") if store.remote else Path(store.path("export"))
-        words = tokenizer(state.run.model) if backend.is_main else None
-        save_pretrained(state.model, folder, state.run.model, words, whole_tensors(state), backend.is_main)
-        if backend.is_main:
-            provenance = {"run": state.run.folder, "step": state.step, "started_from": state.started_from, "stage": state.run.stage}
-            (folder / "training.json").write_text(json.dumps(provenance, indent=1) + "\n", encoding="utf8")
-        if store.remote and backend.is_main:
-            store.upload(folder, "export", last="config.json")
-    backend.barrier()
-    return store.path("export")
-
-
-def whole_tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer, whole and on the CPU, for the main process; quantised layers by the weights they were made of."""
-    quantised = state.run.train.bits != 16 and state.started_from and state.backend.is_main
-    sources = build_model(state.run)[0].state_dict() if quantised else {}
-    for name, tensor in state.backend.full_parameters(owner=lambda index: 0):
-        if tensor is not None:
-            is_code = tensor.dtype in (torch.uint8, torch.int8)
-            yield name, sources.get(name.replace(".base_layer.", "."), tensor) if is_code else tensor

@@ -85,8 +85,12 @@ class Schedule:
 
     def rates(self, groups: list[dict], step: int) -> list[float]:
         """The learning rate at ``step`` of each of an optimizer's ``param_groups``."""
-        share = factor(step, self.total, self.config) * self.plateau.scale * self.lr_factor
+        share = self.share(step)
         return [group["base_lr"] * share for group in groups]
+
+    def share(self, step: int) -> float:
+        """What every base rate is multiplied by at ``step``."""
+        return factor(step, self.total, self.config) * self.plateau.scale * self.lr_factor
 
     def observe(self, value: float) -> None:
         """A validation value (lower is better); changes the rate only where the schedule is ``plateau``."""

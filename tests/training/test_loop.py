@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from mmkit.config import ConfigError
+from mmkit.models import pretrained
 from mmkit.models.pretrained import from_pretrained
 from mmkit.training import assemble, loop, loss
 from mmkit.training.checkpoint import Checkpoint, CheckpointError
@@ -201,6 +202,30 @@ def test_a_quantised_finetune_exports_its_adapter_over_the_unquantised_weights(t
         assert torch.equal(loaded[name], entry["param"]), name
     again = train(tiny_run(tmp_path, steps=3, **settings))
     assert again.reason == "done" and [row["step"] for row in lines(run)] == [1, 2, 3]
+
+
+def test_an_export_that_holds_the_start_instead_of_what_was_trained_is_an_error(tmp_path, monkeypatch):
+    start = {}
+    real_assemble, real_save = assemble.assemble, pretrained.save_pretrained
+
+    def remembering(run):
+        state = real_assemble(run)
+        start.update({name: p.detach().clone() for name, p in state.model.named_parameters()})
+        return state
+
+    def of_the_start(model, folder, config, tokenizer, state, main):
+        return real_save(model, folder, config, tokenizer, [(name, start.get(name, tensor)) for name, tensor in state], main)
+
+    monkeypatch.setattr(loop, "assemble", remembering)
+    monkeypatch.setattr(pretrained, "save_pretrained", of_the_start)
+    with pytest.raises(ValueError, match=r"does not hold what was trained: \d+ of \d+ tensors differ, first 'connector"):
+        train(tiny_run(tmp_path, steps=2))
+
+
+def test_steps_that_change_nothing_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)
+    with pytest.raises(ValueError, match="2 steps changed nothing"):
+        train(tiny_run(tmp_path, steps=2))
 
 
 def test_finetune_refuses_an_export_of_another_model(tmp_path):

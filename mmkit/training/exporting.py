@@ -1,0 +1,91 @@
+"""``export/``: the trained model as other programs load it, checked against what training left in memory."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from mmkit.storage import Store
+from mmkit.training.assemble import TrainState
+from mmkit.training.checkpoint import sample_hash
+from mmkit.training.weights import build_model
+
+PROVENANCE = "training.json"  # step, parent and hashes of the trained tensors
+
+
+def export(state: TrainState) -> str:
+    """Writes ``export/``: weights under the model's own names, adapter, config, tokenizer; read back by `models.pretrained`.
+
+    All processes. An export of this very step is left as it is. ValueError where the trained tensors on the disk are not those in memory, or
+    where after training all of them are still what it started from (U43).
+    """
+    from mmkit.models.build import tokenizer
+    from mmkit.models.pretrained import save_pretrained
+
+    store, backend, trained = Store(state.run.folder), state.backend, {}
+    if backend.broadcast(_is_of_step(store, state.step) if backend.is_main else None):
+        return store.path("export")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "export") if store.remote else Path(store.path("export"))
+        words = tokenizer(state.run.model) if backend.is_main else None
+        save_pretrained(state.model, folder, state.run.model, words, whole_tensors(state, trained), backend.is_main)
+        if backend.is_main:
+            check_written(folder, trained, state)
+            facts = {"run": state.run.folder, "stage": state.run.stage, "step": state.step, "started_from": state.started_from, "trained": trained}
+            (folder / PROVENANCE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf8")
+        if store.remote and backend.is_main:
+            store.upload(folder, "export", last="config.json")
+    backend.barrier()
+    return store.path("export")
+
+
+def _is_of_step(store: Store, step: int) -> bool:
+    if store.size(f"export/{PROVENANCE}") is None or store.size("export/config.json") is None:
+        return False
+    return json.loads(store.read(f"export/{PROVENANCE}"))["step"] == step
+
+
+def whole_tensors(state: TrainState, trained: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer, whole and on the CPU, for the main process; quantised layers by the weights they were made of.
+
+    ``trained`` gets the hash of each trained tensor as it passes.
+    """
+    quantised = state.run.train.bits != 16 and state.started_from and state.backend.is_main
+    sources = build_model(state.run)[0].state_dict() if quantised else {}
+    for name, tensor in state.backend.full_parameters(owner=lambda index: 0):
+        if tensor is not None:
+            if name in state.trained:
+                trained[name] = sample_hash(tensor)
+            is_code = tensor.dtype in (torch.uint8, torch.int8)
+            yield name, sources.get(name.replace(".base_layer.", "."), tensor) if is_code else tensor
+
+
+def check_written(folder: Path, trained: dict[str, str], state: TrainState) -> None:
+    """ValueError where a trained tensor in the written files is missing or another, or where none of them differs from the start."""
+    found = {}
+    for path in [*folder.glob("model*.safetensors"), *folder.glob("adapter/*.safetensors")]:
+        with safe_open(path, "pt") as file:
+            for stored in file.keys():  # noqa: SIM118
+                if name := _trained_name(stored, trained):
+                    found[name] = sample_hash(file.get_tensor(stored))
+    wrong = [name for name, digest in trained.items() if found.get(name) != digest]
+    if wrong:
+        raise ValueError(f"export {folder} does not hold what was trained: {len(wrong)} of {len(trained)} tensors differ, first {wrong[0]!r}")
+    moved = state.step > int(state.backend.n_skipped) and bool(state.started_with)
+    if moved and all(state.started_with.get(name) == digest for name, digest in trained.items()):
+        raise ValueError(f"export {folder} equals what training started from in all {len(trained)} trained tensors: {state.step} steps changed nothing")
+
+
+def _trained_name(stored: str, trained: dict[str, str]) -> str | None:
+    """The name in training of a tensor in a file: peft's files leave the adapter's own name out."""
+    plain = stored.removeprefix("base_model.model.")
+    head, lora, tail = plain.rpartition(".lora_")
+    kind, dot, rest = tail.partition(".")
+    names = (plain, f"{head}{lora}{kind}.default{dot}{rest}")
+    return next((name for name in names if name in trained), None)
