@@ -253,7 +253,8 @@ class ContrastiveObjective(nn.Module):
     """A clip model with its loss, wrapped whole so that every access to weights runs inside one forward (U48).
 
     ``model(batch)`` (`ClipModel`, or anything of its form) returns image_features and text_features of norm 1, logit_scale
-    (exponentiated), logit_bias or None, and for CoCa logits (B, L, V) with labels (B, L). ``teacher`` is a frozen model of the same form for distillation.
+    (exponentiated), logit_bias or None, and for CoCa logits (B, L, V) with labels (B, L). ``teacher`` is a frozen model of the same
+    form, for distillation.
     """
 
     def __init__(self, model: nn.Module, backend, config: ContrastiveConfig, teacher: nn.Module | None = None):
@@ -272,7 +273,7 @@ class ContrastiveObjective(nn.Module):
         if mode == "features":
             return self._features(batch)
         if mode == "surrogate":
-            features = self._features(batch)
+            features = self._features(batch, taught=False)
             return {"loss_sum": sum((features[name].float() * gradient).sum() for name, gradient in gradients.items())}
         if mode == "encode":
             return self.model(batch, mode="encode")
@@ -285,7 +286,7 @@ class ContrastiveObjective(nn.Module):
             self.teacher.eval()
         return self
 
-    def _features(self, batch):
+    def _features(self, batch, taught=True):
         out = self.model(batch)
         features = {name: out[name] for name in ("image_features", "text_features", "logit_scale")}
         features["caption_hash"] = caption_hash(batch["text"] if "text" in batch else batch["text_features"])
@@ -297,11 +298,11 @@ class ContrastiveObjective(nn.Module):
             labels = out["labels"]
             losses = F.cross_entropy(out["logits"].flatten(0, 1).float(), labels.flatten(), ignore_index=PAD_TOKEN, reduction="sum")
             features |= {"caption_sum": losses, "caption_tokens": (labels != PAD_TOKEN).sum()}
-        if self.teacher is not None:
+        if self.teacher is not None and taught:
             with torch.no_grad():
-                taught = self.teacher(batch)
-            features |= {f"teacher_{name}": taught[f"{name}_features"] for name in ("image", "text")}
-            features["teacher_scale"] = taught["logit_scale"]
+                known = self.teacher(batch)
+            features |= {f"teacher_{name}": known[f"{name}_features"] for name in ("image", "text")}
+            features["teacher_scale"] = known["logit_scale"]
         return features
 
 

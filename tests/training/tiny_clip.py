@@ -11,7 +11,10 @@ from PIL import Image
 from mmkit.config import RunConfig, TypeAdapter
 from mmkit.data.tar_writer import ShardWriter
 
-COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "white": (240, 240, 240), "black": (10, 10, 10), "yellow": (230, 220, 30)}
+COLOURS = {
+    "red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220),
+    "white": (240, 240, 240), "black": (10, 10, 10), "yellow": (230, 220, 30),
+}  # fmt: skip
 SHAPES = ("wide", "tall", "square", "tiny")
 ARCHITECTURE = {
     "embed_dim": 16,
