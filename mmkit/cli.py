@@ -112,8 +112,12 @@ def _add_data(commands: Any) -> None:
     check = _command(kinds, "check", _data_check, "Check every path of a run's data and decode a sample, before training.")
     _add_run_options(check)
     check.add_argument("--decode", type=int, default=64, metavar="N", help="examples to open fully (default: 64)")
-    shards = _command(kinds, "shards", _data_shards, "Check tar shards: samples, bad members, fields, per shard.")
-    shards.add_argument("pattern", help="folder, file, URL or brace pattern: data/{000..012}.tar")
+    shards = _command(kinds, "shards", _data_shards, "Write or check tar shards: samples, bad members, fields, per shard.")
+    shards.add_argument("pattern", help="folder, file, URL or brace pattern: data/{000..012}.tar; with --from the folder to write")
+    shards.add_argument("--from", dest="source", metavar="FILE", help="pairs to write as shards: a csv, llava, parquet or pack source")
+    shards.add_argument("--format", choices=("csv", "llava", "parquet", "pack"), default="csv", help="of --from (default: csv)")
+    shards.add_argument("--images", metavar="DIR", help="folder that relative image paths of --from start from")
+    shards.add_argument("--samples", type=int, default=10_000, help="in one shard (default: 10000)")
 
 
 def _add_train(commands: Any) -> None:
@@ -311,6 +315,13 @@ def _data_check(options: argparse.Namespace) -> int:
 def _data_shards(options: argparse.Namespace) -> int:
     from mmkit.data.shards import report
 
+    if options.source:
+        from mmkit.config import SourceConfig
+        from mmkit.data.readers import open_source
+        from mmkit.data.tar_writer import write_examples
+
+        pairs = SourceConfig(name="pairs", format=options.format, path=options.source, images=options.images)
+        write_examples(open_source(pairs), options.pattern, max_samples=options.samples)
     print(report(options.pattern))
     return 0
 

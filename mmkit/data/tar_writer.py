@@ -5,14 +5,18 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import fsspec
 
+from mmkit.data.example import Example, ImageRef
+from mmkit.data.images import open_image
 from mmkit.data.tar_files import is_remote, members
 
 NAME = "{:05d}.tar"
+SIGNATURES = ((b"\xff\xd8\xff", "jpg"), (b"\x89PNG\r\n", "png"), (b"RIFF", "webp"))
 
 
 class ShardWriter:
@@ -105,3 +109,31 @@ def _bytes(key: str, name: str, value: Any) -> bytes:
     if name == "json" or name.endswith(".json"):
         return json.dumps(value, ensure_ascii=False).encode("utf8")
     raise ValueError(f"sample {key!r}: field {name!r} is {type(value).__name__}; give bytes, text, or a value for json")
+
+def write_examples(source: Sequence[Example], folder: str, **options: Any) -> dict[str, int]:
+    """Every image-text pair of a source as shards in ``folder``; returns shard -> samples. ``options`` are `ShardWriter`'s.
+
+    Keys are numbers; the source's own key and metadata go into ``json``. JPEG, PNG and WebP files are copied byte for byte, other
+    pictures become PNG. ValueError naming a sample that has no caption or not one picture.
+    """
+    with ShardWriter(folder, **options) as writer:
+        for i in range(len(source)):
+            example = source[i]
+            if len(example.images) != 1 or not example.caption:
+                found = f"{len(example.images)} pictures and caption {example.caption!r}"
+                raise ValueError(f"sample {example.key!r} has {found}; a pair has one of each")
+            extension, data = _encoded(example.images[0].data)
+            writer.write(f"{i:09d}", {extension: data, "txt": example.caption, "json": {"key": example.key, **example.meta}})
+    return writer.sizes
+
+
+def _encoded(picture: Any) -> tuple[str, bytes]:
+    """(extension, bytes) of a picture given as path, URL, bytes, PIL image or array."""
+    if isinstance(picture, (str, Path)):
+        with fsspec.open(str(picture), "rb") as file:
+            picture = file.read()
+    if isinstance(picture, bytes) and (known := next((name for head, name in SIGNATURES if picture.startswith(head)), None)):
+        return known, picture
+    out = io.BytesIO()
+    open_image(ImageRef(picture)).save(out, "PNG")
+    return "png", out.getvalue()

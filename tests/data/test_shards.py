@@ -13,16 +13,18 @@ import torch
 import webdataset
 from PIL import Image
 
+from mmkit.cli import main
 from mmkit.config import ClipConfig, ConfigError, DataConfig, FilterRule, SourceConfig
 from mmkit import storage
 from mmkit.data import tar_files
-from mmkit.data.example import BadRecord
+from mmkit.data.example import BadRecord, Example, ImageRef, Turn
+from mmkit.data.images import open_image
 from mmkit.data.loader import loader
 from mmkit.data.mixture import Mixture
 from mmkit.data.shards import ShardSource, check_enough, open_shards, report, shard_order, split, unique_expected
 from mmkit.data.tar_files import ShardError, expand, members, read_range
 from mmkit.data.tar_index import index_of, keeps
-from mmkit.data.tar_writer import ShardWriter
+from mmkit.data.tar_writer import ShardWriter, write_examples
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +111,33 @@ def test_a_shard_that_reads_back_differently_is_an_error_and_removed(tmp_path, m
     with pytest.raises(OSError, match="differ from what was written"):
         write(tmp_path, n=2)
     assert not list(tmp_path.iterdir())
+
+
+def test_any_source_of_pairs_becomes_shards_with_its_files_copied_byte_for_byte(tmp_path):
+    jpeg, bmp = io.BytesIO(), io.BytesIO()
+    Image.new("RGB", (3, 2), (200, 0, 0)).save(jpeg, "jpeg")
+    Image.new("RGB", (3, 2), (0, 200, 0)).save(bmp, "bmp")
+    (tmp_path / "a.jpg").write_bytes(jpeg.getvalue())
+    pictures = [ImageRef(str(tmp_path / "a.jpg")), ImageRef(jpeg.getvalue()), ImageRef(bmp.getvalue()), ImageRef(Image.new("RGB", (3, 2)))]
+    turns = (Turn("user", "<image>"), Turn("assistant", "a caption"))
+    examples = [Example(f"k.{i}", (picture,), turns, meta={"n": i}) for i, picture in enumerate(pictures)]
+    assert write_examples(examples, str(tmp_path / "out"), max_samples=3) == {"00000.tar": 3, "00001.tar": 1}
+    source = open_shards(source_config(tmp_path / "out"))
+    assert source[0].images[0].data == source[1].images[0].data == jpeg.getvalue()
+    assert open_image(source[2].images[0]).getpixel((0, 0)) == (0, 200, 0)
+    assert [source[i].meta for i in range(4)] == [{"key": f"k.{i}", "n": i} for i in range(4)] and source[3].caption == "a caption"
+    with pytest.raises(ValueError, match="'bad' has 0 pictures"):
+        write_examples([Example("bad", (), turns)], str(tmp_path / "bad"))
+
+
+def test_the_command_writes_shards_from_a_table_and_checks_them(tmp_path, capsys):
+    for i in range(3):
+        Image.new("RGB", (2, 2), (i, 0, 0)).save(tmp_path / f"{i}.png")
+    (tmp_path / "pairs.csv").write_text("filepath\ttitle\n" + "".join(f"{i}.png\tpicture {i}\n" for i in range(3)))
+    options = ["--from", str(tmp_path / "pairs.csv"), "--images", str(tmp_path), "--samples", "2"]
+    assert main(["data", "shards", str(tmp_path / "out"), *options]) == 0
+    assert "2 shards, 3 samples found, 3 usable" in capsys.readouterr().out
+    assert [open_shards(source_config(tmp_path / "out"))[i].caption for i in range(3)] == ["picture 0", "picture 1", "picture 2"]
 
 
 # ---------------------------------------------------------------- names
