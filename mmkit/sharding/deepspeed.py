@@ -19,7 +19,7 @@ from mmkit.sharding import moments
 from mmkit.sharding.backend import MOMENTS, Entry, Factory, Rules
 from mmkit.sharding.deepspeed_file import filled_settings, read_file
 from mmkit.sharding.processes import Processes
-from mmkit.sharding.single import Filler, SingleBackend, check_shapes, host, persistent_buffers
+from mmkit.sharding.single import Filler, SingleBackend, check_shapes, host, move_buffers, persistent_buffers
 
 log = logging.getLogger(__name__)
 FIRST_SCALE = 2.0**16  # as torch's GradScaler, so that both kinds start alike
@@ -81,10 +81,10 @@ class DeepSpeedBackend(Processes, SingleBackend):
         filler = Filler(self.device, weights, self.prefix)
         for path, part in module.named_modules():
             if filler.fill_part(path, part):
-                self._library.zero.Init(module=part, config_dict_or_path=settings, dtype=torch.float32)
-        for part in module.modules():
-            for name, buffer in part._buffers.items():
-                part._buffers[name] = buffer if buffer is None else buffer.to(self.device)
+                own = nn.Module()  # its children are still without values
+                own._parameters = part._parameters
+                self._library.zero.Init(module=own, config_dict_or_path=settings, dtype=torch.float32)
+        move_buffers(module, self.device)
 
     def _begin_scaling(self) -> None:
         self._loss_scaler = None

@@ -280,6 +280,13 @@ def persistent_buffers(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     return found
 
 
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Every buffer onto ``device``; parameters stay where they are."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = buffer if buffer is None else buffer.to(device)
+
+
 class Filler:
     """Gives parameters and buffers that are on the meta device their values, one tensor at a time.
 

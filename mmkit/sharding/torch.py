@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mmkit.config import BackendConfig, Precision, TrainConfig
 from mmkit.sharding.backend import Entry
 from mmkit.sharding.processes import Processes
-from mmkit.sharding.single import Filler, SingleBackend
+from mmkit.sharding.single import Filler, SingleBackend, move_buffers
 
 
 class CopiesBackend(Processes, SingleBackend):
@@ -52,7 +52,7 @@ class CutBackend(Processes, SingleBackend):
 
     def _place(self, module: nn.Module, weights: Callable[[str], Tensor] | None) -> None:
         """Placed when cut, so that no device holds it whole."""
-        self._filler = Filler(self.device, weights, self.prefix, place=_cut_like)
+        self._filler = Filler(self.device, weights, self.prefix, place=self._like)
 
     def _wrap(self, module: nn.Module, blocks: Sequence[str], train: TrainConfig) -> nn.Module:
         mesh = init_device_mesh(self.device.type, (self.world,))
@@ -78,7 +78,13 @@ class CutBackend(Processes, SingleBackend):
         return tensor.detach().to(self.device).full_tensor()
 
     def _like(self, tensor: Tensor, parameter: Tensor) -> Tensor:
-        return _cut_like(tensor.to(parameter.dtype), parameter)
+        """The part of a whole tensor that this process holds; every process has the same whole one."""
+        if not isinstance(parameter, DTensor):
+            return tensor.to(self.device, parameter.dtype)
+        part = distribute_tensor(
+            tensor.to(self.device, parameter.dtype), parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+        return part if parameter.is_meta else part.to(parameter.device)
 
     def export_state(self, owner: Callable[[int], int] | None = None) -> Iterator[tuple[str, Entry | None]]:
         """See `Backend.export_state`."""
@@ -109,18 +115,3 @@ def build(config: BackendConfig, precision: Precision) -> SingleBackend:
     """The backend of ``config.strategy``."""
     return STRATEGIES[config.strategy](config, precision)
 
-
-def move_buffers(module: nn.Module, device) -> None:
-    """Every buffer onto ``device``; parameters stay where they are."""
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            part._buffers[name] = buffer if buffer is None else buffer.to(device)
-
-
-def _cut_like(full: Tensor, sharded: Tensor) -> Tensor:
-    """The part of ``full`` that this process holds, as a tensor sharded like ``sharded``; every process has the same ``full``."""
-    if not isinstance(sharded, DTensor):
-        return full.to(sharded.device)
-    place = sharded.device_mesh.device_type
-    cut = distribute_tensor(full.to(place), sharded.device_mesh, sharded.placements, src_data_rank=None)
-    return cut if sharded.is_meta else cut.to(sharded.device)

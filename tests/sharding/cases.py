@@ -90,14 +90,15 @@ def settings(**changes) -> TrainConfig:
     return TrainConfig(optimizer=optimizer, **{"precision": "fp32", "global_batch": 2 * ROWS, "device_batch": ROWS} | changes)
 
 
-def vlm_case(backend, **changes) -> Case:
+def vlm_case(backend, device: str = "cpu", **changes) -> Case:
     """Everything but the encoders is trained."""
     from mmkit.models.language import load_language
     from mmkit.models.vlm import BLOCKS, COMPONENTS, SHARDING, VisionLanguageModel
     from mmkit.training.loss import LanguageObjective
 
     torch.manual_seed(0)
-    model = VisionLanguageModel(VLM, load_language(VLM.language), [Patches(4, 12), Patches(2, 8)])
+    with torch.device(device):
+        model = VisionLanguageModel(VLM, load_language(VLM.language, device), [Patches(4, 12), Patches(2, 8)])
     for name, p in model.named_parameters():
         if name.endswith(("query", "queries", "newline")) or "up_proj" in name:
             nn.init.normal_(p, std=0.3)
@@ -118,6 +119,20 @@ def lora_case(backend, **changes) -> Case:
     return case
 
 
+def qlora_case(backend, **changes) -> Case:
+    """Adapters over 4-bit weights of the language model."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    from mmkit.training.adapters import quantise
+
+    case = vlm_case(backend, **changes)
+    language = case.objective.model.language
+    language.requires_grad_(False)
+    quantise(language, 4, torch.float32, skip=case.objective.model.head)
+    inject_adapter_in_model(LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False), language)
+    return case
+
+
 def clip_case(backend, **changes) -> Case:
     """Image and text tower, temperature included."""
     from mmkit.models.clip import BLOCKS, COMPONENTS, SHARDING, ClipModel
@@ -128,7 +143,7 @@ def clip_case(backend, **changes) -> Case:
     return Case(objective, SHARDING, BLOCKS, settings(**changes), COMPONENTS)
 
 
-CASES = {"vlm": vlm_case, "lora": lora_case, "clip": clip_case}
+CASES = {"vlm": vlm_case, "lora": lora_case, "qlora": qlora_case, "clip": clip_case}
 
 
 def vlm_batch(index: int) -> dict[str, Tensor]:

@@ -24,6 +24,8 @@ FOUR = {"ddp x4": TWO["ddp"], "fsdp x4": TWO["fsdp"], "zero3 x4": TWO["zero3"]}
 SINGLE = {"kind": "single"}
 XLA = {"kind": "xla", "xla_devices": 4, "fsdp_axis": 2}
 HALF = ("single", "ddp", "fsdp", "zero0", "zero1", "zero3")  # where half precision skips are tried
+QUANTISED = ("single", "ddp", "zero2")
+FROM_META = ("ddp", "fsdp", "zero2", "zero3")
 RECOMPUTED = ("single", "fsdp", "zero3")
 SAVERS = ("single", *TWO, "xla")
 
@@ -42,6 +44,10 @@ def training_jobs(mode: str, backend: dict, folder: Path) -> dict:
         jobs[f"skip fp16/{mode}"] = {"case": "vlm", "precision": "fp16", "steps": [0, 4], "poison": [1, 2]}
     if mode in RECOMPUTED:
         jobs[f"blocks/{mode}"] = {"case": "lora", "steps": [0, 2], "train": {"checkpoint_blocks": True}}
+    if mode in QUANTISED:
+        jobs[f"qlora/{mode}"] = {"case": "qlora", "steps": [0, 2]}
+    if mode in FROM_META:
+        jobs[f"meta/{mode}"] = {"case": "vlm", "steps": [0, 2], "meta": True}
     return {label: job | {"backend": backend} for label, job in jobs.items()}
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cases  # noqa: E402
 
 from mmkit.config import BackendConfig  # noqa: E402
-from mmkit.sharding.backend import create  # noqa: E402
+from mmkit.sharding.backend import create, named  # noqa: E402
 
 
 def run_job(job: dict) -> dict:
@@ -54,11 +54,17 @@ def prepared(backend, job: dict):
     """The case and its wrapped model."""
     from mmkit.training.optim import optimizer_factory
 
-    case = cases.CASES[job["case"]](backend, precision=job.get("precision", "fp32"), **job.get("train", {}))
+    make, weights = cases.CASES[job["case"]], None
+    case = make(backend, precision=job.get("precision", "fp32"), **job.get("train", {}))
+    if job.get("meta"):  # the same model without memory, filled by name
+        full = named([*case.objective.named_parameters(), *case.objective.named_buffers()], "model.")
+        case = make(backend, device="meta")
+        weights = lambda name: full[name].detach()  # noqa: E731
     factory = optimizer_factory(case.objective.model, case.components, case.train.optimizer)
     model = backend.prepare(
-        case.objective, factory, train=case.train, rules=case.rules, blocks=case.blocks, accumulation=case.window
-    )
+        case.objective, factory, train=case.train, rules=case.rules, blocks=case.blocks, accumulation=case.window,
+        weights=weights,
+    )  # fmt: skip
     model.train()  # DeepSpeed's returns nothing
     return case, model
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.sharding.launches import FOUR, HALF, RECOMPUTED, RESUMED, SAVE_AT, SAVERS, TWO, all_results
+from tests.sharding.launches import FOUR, FROM_META, HALF, QUANTISED, RECOMPUTED, RESUMED, SAVE_AT, SAVERS, TWO, all_results
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 MODES = (*TWO, "xla")
@@ -65,6 +65,16 @@ def test_adapters_over_frozen_half_precision_weights_train_alike_in_bf16(results
 @pytest.mark.parametrize("mode", RECOMPUTED)
 def test_recomputed_blocks_change_nothing(results, mode):
     close(results[f"blocks/{mode}"]["rows"], results["blocks/single"]["rows"], FIRST)
+
+
+@pytest.mark.parametrize("mode", QUANTISED)
+def test_adapters_over_four_bit_weights_train_alike(results, mode):
+    close(results[f"qlora/{mode}"]["rows"], results["qlora/single"]["rows"], FIRST)
+
+
+@pytest.mark.parametrize("mode", FROM_META)
+def test_a_model_built_without_memory_and_filled_by_name_trains_alike(results, mode):
+    close(results[f"meta/{mode}"]["rows"], results["vlm/single"]["rows"][:2], FIRST)
 
 
 @pytest.mark.parametrize("mode", MODES)
