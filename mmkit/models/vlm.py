@@ -253,8 +253,9 @@ BLOCKS = (
 )
 COMPONENTS = (
     (r"encoders\..*", "encoders"),
-    (r"connector\..*", "connector"),
+    (r"connector\.(queries|groups\..*)", "samplers"),  # what Cambrian's mm_vision_sampler_lr covers: before and inside the language model
     (r"samplers\..*", "samplers"),
+    (r"connector\..*", "connector"),
     (r"regions\..*", "regions"),
     (r"language\..*", "language"),
 )
