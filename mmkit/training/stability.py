@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MIN_HISTORY = 3  # losses before the spike rule speaks, at the least
 MAD_FLOOR = 0.01  # of the median, and absolute: a window of near equal losses is no reason to call noise a spike
-HALVINGS = 5  # of the loss scaler within the window, without a growth between them
+HALVINGS = 5  # of the loss scaler within half a window, without a growth between them
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,10 @@ class StabilityGuard:
         return "loss scaler collapse" if self._halvings() >= HALVINGS and len(self.ring) == self.ring.maxlen else ""
 
     def _halvings(self) -> int:
-        """How often in a row the loss scaler has fallen, looking back over the ring."""
-        scales = [float(row["scaler"]) for row in self.ring if row.get("scaler") is not None]
+        """How often the loss scaler has fallen without growing again, in the later half of the ring: its first search for a scale, at
+        the beginning of a run, lies before."""
+        recent = list(self.ring)[-max(len(self.ring) // 2, HALVINGS + 1) :]
+        scales = [float(row["scaler"]) for row in recent if row.get("scaler") is not None]
         falls = 0
         for before, after in zip(scales, scales[1:]):
             falls = 0 if after > before else falls + (after < before)

@@ -70,6 +70,8 @@ def test_a_scaler_that_keeps_halving_is_found_and_one_that_recovers_is_not():
     assert [bool(d) for d in falling] == [False] * 7 + [True] and falling[-1].cause == "loss scaler collapse"
     guard = guard_of()
     assert not any(guard.observe(i, 1.0, scaler=[4, 2, 4, 2][i % 4]) for i in range(40))
+    guard = guard_of(window=32)  # the search for a scale at the beginning, then steady
+    assert not any(guard.observe(i, 1.0, scaler=65536 / 2 ** min(i, 8), skipped=i < 8) for i in range(100))
 
 
 def test_rewinds_change_precision_and_rate_then_go_further_back_then_stop():
