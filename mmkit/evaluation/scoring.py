@@ -8,7 +8,7 @@ from typing import Any
 
 from mmkit.config import ClipConfig, ConfigError, RunConfig
 from mmkit.evaluation.runner import Progress, Result, evaluate, write_results
-from mmkit.evaluation.task import find
+from mmkit.evaluation.task import Task, find
 from mmkit.evaluation.zero_shot import Share
 from mmkit.storage import Store, fetched
 
@@ -64,7 +64,9 @@ def check_tasks(run: RunConfig) -> None:
         raise ConfigError(f"evaluation.tasks of {run.preset!r} is empty; name at least one task")
     table = CLIP_TASKS if isinstance(run.model, ClipConfig) else TASKS
     for name in run.evaluation.tasks:
-        find(name, table)
+        task = find(name, table)
+        if isinstance(task, Task):
+            task.available()
 
 
 def export_of(run: RunConfig) -> str:

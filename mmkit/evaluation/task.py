@@ -70,6 +70,7 @@ class Task:
     groups: tuple[str, ...] = ()
     prior: Callable[[], Sequence[tuple[str, str]]] | None = None
     shuffled_control: bool = True
+    available: Callable[[], None] = lambda: None  # raises ConfigError, before weights are read, where documents must be put somewhere first
     facts: Mapping[str, Any] = field(default_factory=dict)  # split, prompt suffix, normaliser, source ... : part of the spec
 
     def checked_documents(self, limit: int | None = None) -> list[Example]:
