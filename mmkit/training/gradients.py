@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mmkit.training.optim import Components, component_of
 
+log = logging.getLogger(__name__)
+
+NEEDS = {"encoders": "image_real", "connector": "image_real", "samplers": "image_real", "regions": "region_real"}  # component: its input
+PATIENCE = 20  # steps
 LATE = re.compile(r"\.lora_(A|magnitude_vector)\.default\.weight$")
 
-def check_reached(state: Any, reached: Mapping[str, bool]) -> list[dict[str, Any]]:
-    """The table of `report` for this run; ValueError where a tensor got no gradient and ``train.allow_no_grad`` does not name it."""
-    rows = report(reached, state.components)
-    check(reached, state.run.train.allow_no_grad)
-    return rows
+def check_reached(state: Any, reached: Mapping[str, bool]) -> list[dict[str, Any]] | None:
+    """The table of `report` for this run; ValueError where a tensor got no gradient and ``train.allow_no_grad`` does not name it.
+
+    A component whose input the step did not have (no picture, no region) is excused, and None asks for another look at the next step, up
+    to `PATIENCE` steps. All processes.
+    """
+    inputs = {name: state.backend.any_device(_has(state.window, name)) for name in dict.fromkeys(NEEDS.values())}
+    absent = {component for component, name in NEEDS.items() if name in state.window[0].tensors and not inputs[name]}
+    excused = {name: had for name, had in reached.items() if had or component_of(name, state.components) not in absent}
+    check(excused, state.run.train.allow_no_grad)
+    if len(excused) == len(reached):
+        return report(reached, state.components)
+    if state.step < PATIENCE:
+        state.backend.reached = None
+        return None
+    log.warning("no step so far had what %s works on, so whether it trains is not known", " and ".join(sorted(absent)))
+    return report(reached, state.components)
+
+
+def _has(window: Iterable[Any], name: str) -> bool:
+    return any(bool(batch.tensors[name].any()) for batch in window if name in batch.tensors)
 
 
 def report(reached: Mapping[str, bool], components: Components) -> list[dict[str, Any]]:

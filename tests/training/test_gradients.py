@@ -1,8 +1,11 @@
 """The gradient report: every trained tensor, adapters' second halves excused only where the first half has a gradient."""
 
-import pytest
+from types import SimpleNamespace
 
-from mmkit.training.gradients import check, report
+import pytest
+import torch
+
+from mmkit.training.gradients import PATIENCE, check, check_reached, report
 
 REACHED = {
     "language.0.lora_A.default.weight": False,
@@ -31,3 +34,28 @@ def test_allowed_patterns_excuse_what_they_name():
     with pytest.raises(ValueError, match="connector.spare. They would never change"):
         check(reached)
     check(reached, ("spare$",))
+
+
+def state_at(step, pictures, regions):
+    tensors = {"image_real": torch.tensor([[pictures]]), "region_real": torch.tensor([[regions]])}
+    backend = SimpleNamespace(any_device=bool, reached={})
+    train = SimpleNamespace(allow_no_grad=())
+    components = ((r"connector\.", "connector"), (r"regions\.", "regions"))
+    window = [SimpleNamespace(tensors=tensors)]
+    return SimpleNamespace(step=step, backend=backend, window=window, components=components, run=SimpleNamespace(train=train))
+
+
+def test_a_component_is_excused_while_no_step_had_its_input_and_looked_at_again():
+    reached = {"connector.weight": True, "regions.weight": False}
+    early = state_at(1, True, False)
+    assert check_reached(early, reached) is None and early.backend.reached is None
+    with pytest.raises(ValueError, match="no gradient in the first step: regions.weight"):
+        check_reached(state_at(2, True, True), reached)
+    with pytest.raises(ValueError, match="connector.weight"):
+        check_reached(state_at(1, True, False), {"connector.weight": False, "regions.weight": False})
+    assert check_reached(state_at(1, False, False), {"connector.weight": False, "regions.weight": False}) is None
+
+
+def test_after_patience_the_report_is_given_with_a_warning(caplog):
+    rows = check_reached(state_at(PATIENCE, True, False), {"connector.weight": True, "regions.weight": False})
+    assert {"component": "regions", "tensors": 1, "with_gradient": 0} in rows and "regions works on" in caplog.text
