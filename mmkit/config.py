@@ -44,6 +44,7 @@ class EncoderConfig(Settings):
     resolution: int | None = Field(None, gt=0)  # pixels; None = the table's own
     weights: str | None = None  # local folder or file; None = the table's source, "random" = untrained
     architecture: dict[str, Any] | None = None  # sizes of a small twin, in the encoder family's own field names
+    standardise: bool = False  # channels shifted and scaled by the table's measured statistics
 
 
 class ConnectorConfig(Settings):
@@ -56,6 +57,7 @@ class ConnectorConfig(Settings):
     query_sides: tuple[int, ...] = (24,)  # one learned query a group, on a grid of this side
     grid_side: int | None = Field(None, gt=0)  # of the grid the language model sees; None = the largest query side
     newline: bool = True  # one learned token after each row of the grid
+    match_embeddings: bool = False  # an untrained connector starts with tokens centred and spread like text embeddings
 
 
 class SamplersConfig(Settings):

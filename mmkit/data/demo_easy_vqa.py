@@ -41,11 +41,16 @@ def build(folder: Path, seed: int):
     return [asset]
 
 
-def question_rows(package: Path, split: str) -> list[dict]:
-    """All questions of a split, those of one picture together, in the package's order."""
+def questions(package: Path, split: str) -> dict[int, list[tuple[str, str]]]:
+    """(question, answer) pairs of each picture, pictures in the order of their numbers."""
     by_picture = defaultdict(list)
     for question, answer, picture in json.loads((package / "data" / split / "questions.json").read_text(encoding="utf8")):
         by_picture[picture].append((question, answer))
+    return dict(sorted(by_picture.items()))
+
+
+def question_rows(package: Path, split: str) -> list[dict]:
+    """All questions of a split, those of one picture together, in the package's order."""
     return [
         row(
             f"{split}-{picture}-{place}",
@@ -56,8 +61,8 @@ def question_rows(package: Path, split: str) -> list[dict]:
             question=question,
             type=question_type(answer),
         )
-        for picture in sorted(by_picture)
-        for place, (question, answer) in enumerate(by_picture[picture])
+        for picture, pairs in questions(package, split).items()
+        for place, (question, answer) in enumerate(pairs)
     ]
 
 
@@ -90,13 +95,12 @@ def shape_box(path: Path) -> tuple[tuple[int, int, int, int], np.ndarray]:
 
 def told(package: Path, split: str, limit: int) -> list[dict]:
     """Path, shape and colour of the first ``limit`` pictures whose questions tell both."""
-    facts: dict[str, dict] = {}
-    for line in question_rows(package, split):
-        meta = line["meta"]
-        fact = facts.setdefault(meta["image"], {"path": line["images"][0]})
-        if meta["type"] != "yes-no":
-            fact[meta["type"]] = meta["answer"]
-    return [fact for fact in facts.values() if {"shape", "colour"} <= set(fact)][:limit]
+    facts = []
+    for picture, pairs in questions(package, split).items():
+        kinds = {question_type(answer): answer for _, answer in pairs}
+        if {"shape", "colour"} <= set(kinds):
+            facts.append({"path": picture_path(split, picture), "shape": kinds["shape"], "colour": kinds["colour"]})
+    return facts[:limit]
 
 
 def described(package: Path, split: str, limit: int) -> list[dict]:

@@ -9,9 +9,11 @@ when an encoder is trained. Nothing here knows of connectors or language models.
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,6 +117,15 @@ class TimmEncoder(Encoder):
     """Any timm network: the maps of its stages ``levels``, or its final features without prefix tokens."""
 
     levels: tuple[int, ...] = ()
+    standard: tuple[list[float], list[float]] | None = None  # mean and deviation of each channel
+
+    def forward(self, images: Tensor) -> Tensor:
+        """As every encoder; with ``standard`` each channel has about mean 0 and deviation 1 over usual pictures."""
+        tokens = super().forward(images)
+        if self.standard is None:
+            return tokens
+        mean, deviation = (tokens.new_tensor(values) for values in self.standard)
+        return (tokens - mean) / deviation
 
     def maps(self, images: Tensor) -> list[Tensor]:
         """Maps of the chosen stages, or the final one."""
@@ -255,7 +266,17 @@ def _build_timm(spec: EncoderSpec, config: EncoderConfig) -> Encoder:
     channels = [trunk.feature_info[level]["num_chs"] for level in spec.levels] or [trunk.num_features]
     encoder = TimmEncoder(trunk, sum(channels), config.side, frozenset(names - set(trunk.state_dict())))
     encoder.levels = spec.levels
+    if config.standardise:
+        encoder.standard = channel_statistics(config.name, encoder.width)
     return encoder
+
+
+def channel_statistics(name: str, width: int) -> tuple[list[float], list[float]]:
+    """Measured (mean, deviation) of an encoder's channels; ConfigError where none are known or the width is another."""
+    known = json.loads(Path(__file__).with_name("encoder_statistics.json").read_text(encoding="utf8"))["encoders"]
+    if name not in known or len(known[name]["mean"]) != width:
+        raise ConfigError(f"encoders.standardise: no channel statistics of {name!r} at width {width}; known are {', '.join(known)}")
+    return known[name]["mean"], known[name]["deviation"]
 
 
 def _build_open_clip(spec: EncoderSpec, config: EncoderConfig) -> Encoder:

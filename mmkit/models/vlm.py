@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmkit.config import IMAGE_TOKEN_INDEX, REGION_TOKEN_INDEX, VlmConfig
 from mmkit.letterbox import visible_slots
-from mmkit.models.connectors import TokenSampler, VisionMemory, build_connector, check_features, each_cell
+from mmkit.models.connectors import TokenSampler, VisionMemory, build_connector, check_features, each_cell, match_embeddings
 from mmkit.models.encoders import BLOCKS as ENCODER_BLOCKS
 from mmkit.models.language import Places, adjust_logits, decoder_layers, run, text_config
 from mmkit.models.regions import build_regions, rows_at
@@ -54,6 +54,8 @@ class VisionLanguageModel(nn.Module):
         self.encoders = nn.ModuleList(encoders)
         self.encoders.requires_grad_(False)
         self.connector = build_connector(config.connector, self.widths, self.sides, d_language)
+        if config.connector.match_embeddings:
+            match_embeddings(self.connector, self.widths, self.sides, language.get_input_embeddings().weight)
         self.samplers = nn.ModuleList()
         self.regions = build_regions(config.regions, self.widths, self.sides, d_language) if config.regions else None
         self.language = language
