@@ -44,7 +44,8 @@ FORBIDDEN = {
     "bits x clip": [run_of(MACHINERY["single"], model=ClipConfig(name="ViT-B-32"), bits=8)],
     "fp16 x xla": [run_of(MACHINERY["xla"], precision="fp16")],
     "8-bit Adam x machinery": [
-        run_of(MACHINERY[name], optimizer=OptimizerConfig(kind="adamw_8bit")) for name in ("fsdp", "zero0", "zero1", "zero2", "zero3", "xla")
+        run_of(MACHINERY[name], optimizer=OptimizerConfig(kind="adamw_8bit"))
+        for name in ("fsdp", "zero0", "zero1", "zero2", "zero3", "xla")
     ],
     "offload x machinery": [run_of(MACHINERY[name] | {"offload": True}) for name in ("single", "ddp", "zero0", "xla")],
     "single x processes": [run_of({"kind": "single", "processes": 2})],
@@ -133,7 +134,8 @@ def test_a_file_that_contradicts_the_run_is_refused_with_both_values(file, both)
 
 def test_unknown_keys_of_a_users_file_reach_deepspeed_unchanged(tmp_path):
     path = tmp_path / "mine.json"
-    path.write_text('{"zero_optimization": {"stage": 2, "reduce_bucket_size": 77, "allgather_bucket_size": "auto"}, "wall_clock_breakdown": true}')
+    zero = {"stage": 2, "reduce_bucket_size": 77, "allgather_bucket_size": "auto"}
+    path.write_text(json.dumps({"zero_optimization": zero, "wall_clock_breakdown": True}))
     settings = filled(read_file(str(path)))
     assert settings["wall_clock_breakdown"] is True and settings["zero_optimization"]["reduce_bucket_size"] == 77
     assert "allgather_bucket_size" not in settings["zero_optimization"]

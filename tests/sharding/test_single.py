@@ -82,17 +82,20 @@ def test_names_are_plain_and_the_factory_gets_only_trained_parameters():
         return torch.optim.AdamW(named.values())
 
     backend, _ = prepared(factory=factory)
-    assert list(seen) == ["embed.weight", "blocks.0.linear.weight", "blocks.0.linear.bias", "blocks.1.linear.weight", "blocks.1.linear.bias"]
+    assert list(seen) == ["embed.weight", *(f"blocks.{i}.linear.{key}" for i in (0, 1) for key in ("weight", "bias"))]
     assert list(dict(backend.full_parameters())) == [*list(seen)[:5], "frozen.weight", "frozen.bias", "kept"]
 
 
-@pytest.mark.parametrize("name", ["module.model.x.weight", "_orig_mod.module.model.x.weight", "module._orig_mod.model.x.weight", "model.x.weight"])
-def test_wrapper_names_are_stripped_in_any_order(name):
-    assert plain_name(name, "model.") == "x.weight"
+@pytest.mark.parametrize("wrappers", ["module.", "_orig_mod.module.", "module._orig_mod.", ""])
+def test_wrapper_names_are_stripped_in_any_order(wrappers):
+    assert plain_name(f"{wrappers}model.x.weight", "model.") == "x.weight"
     assert plain_name("model.x._checkpoint_wrapped_module.y", "model.") == "x.y"
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize(("precision", "dtype"), DTYPES.items())
 def test_precision_is_autocast_over_fp32_weights(precision, dtype):
     backend, model = prepared(precision)
     for _ in range(2):

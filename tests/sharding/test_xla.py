@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,7 +68,8 @@ TRAIN = """
 import sys
 devices = int(sys.argv[1]) if len(sys.argv) > 1 else {devices}
 backend, model = prepared(devices, fsdp_axis={axis})
-print("axes", backend.axes("blocks.0.up.weight", (16, 8)), backend.axes("blocks.0.up.base_layer.weight", (16, 8)), backend.axes("a.up.weight", (15, 8)))
+names = (("blocks.0.up.weight", 16), ("blocks.0.up.base_layer.weight", 16), ("a.up.weight", 15))
+print("axes", *(backend.axes(name, (rows, 8)) for name, rows in names))
 print("cut", model.model["blocks"][0].up.weight.device, backend._library._XLAC._get_xla_sharding_spec(model.model["blocks"][0].up.weight))
 norms = [step(backend, model, 0), step(backend, model, 1)]
 count = backend.compiles()
@@ -134,8 +134,8 @@ def test_late_mode_switches_are_clear_errors():
         "except ConfigError as error: print('late:', error)\n",
         PJRT_DEVICE="CPU",
     )
-    assert re.search(r"outside: this process has used an XLA device outside SPMD; restart the kernel", out)
-    assert re.search(r"late: torch_xla is already loaded in this process with CPU_NUM_DEVICES=None, the run wants 4 virtual devices; restart", out)
+    assert "outside: this process has used an XLA device outside SPMD; restart the kernel" in out
+    assert "late: torch_xla is already loaded in this process with CPU_NUM_DEVICES=None, the run wants 4 virtual devices; restart" in out
 
 
 def test_mesh_axes_divide_the_devices():
