@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from pydantic import ValidationError
 
 from mmkit.config import ConfigError, RunConfig, to_yaml
 from mmkit.training.assemble import TrainState, seed_everything
@@ -130,15 +131,28 @@ def check_same_run(run: RunConfig) -> None:
     store = Store(run.folder)
     if run.resume == "never" or store.size("config.yaml") is None:
         return
-    before, now = yaml.safe_load(store.read("config.yaml")), run.model_dump(mode="json")
+    before, now = _with_defaults(yaml.safe_load(store.read("config.yaml"))), run.model_dump(mode="json")
     for path in MUST_AGREE:
         old, new = _at(before, path), _at(now, path)
         if old != new:
             what, old, new = _first_difference(path, old, new)
             raise ConfigError(
-                f"{store.path()} holds a run with {what} = {old!r}, this one has {new!r}: give it another name (name=...), or start anew "
+                f"{store.path()} holds a run with {what} = {_short(old)}, this one has {_short(new)}: give it another name (name=...), or start anew "
                 "with resume=never"
             )
+
+
+def _with_defaults(tree: dict) -> dict:
+    """A saved config with the settings that were added since; as it is where it no longer fits."""
+    try:
+        return RunConfig.model_validate(tree).model_dump(mode="json")
+    except ValidationError:
+        return tree
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _at(tree: Any, path: str) -> Any:
@@ -152,6 +166,10 @@ def _first_difference(path: str, old: Any, new: Any) -> tuple[str, Any, Any]:
         for key in [*old, *new]:
             if old.get(key) != new.get(key):
                 return _first_difference(f"{path}.{key}", old.get(key), new.get(key))
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (a, b) in enumerate(zip(old, new)):
+            if a != b:
+                return _first_difference(f"{path}.{index}", a, b)
     return path, old, new
 
 

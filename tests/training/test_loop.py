@@ -135,6 +135,17 @@ def test_other_settings_in_the_same_folder_are_refused_by_name(tmp_path):
         train(tiny_run(tmp_path, steps=2, model=wider))
 
 
+def test_a_run_of_an_older_version_without_some_settings_is_gone_on_with(tmp_path):
+    run = tiny_run(tmp_path, steps=1)
+    train(run)
+    file = Path(run.folder, "config.yaml")
+    tree = yaml.safe_load(file.read_text())
+    del tree["model"]["encoders"][0]["weights"], tree["model"]["image_fit"], tree["train"]["bits"]
+    tree["model"]["encoders"][0]["weights"] = "random"
+    file.write_text(yaml.safe_dump(tree))
+    assert train(tiny_run(tmp_path, steps=2)).steps == 2
+
+
 def test_a_damaged_checkpoint_is_refused_and_named(tmp_path):
     run = tiny_run(tmp_path, steps=1)
     train(run)
