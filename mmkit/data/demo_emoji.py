@@ -98,7 +98,8 @@ def stamp_pairs() -> tuple[list[Asset], list[Pair]]:
     asset = debian_package(*demo_stamps.STAMPS, demo_stamps.LICENCE)
     pairs = [
         Pair(
-            f"stamp-{place:04d}", stamp.caption, stamp.concept, stamp.label, stamp.path.parent.name, stamp.caption, lambda path=stamp.path: on_white(path)
+            f"stamp-{place:04d}", stamp.caption, stamp.concept, stamp.label, stamp.path.parent.name, stamp.caption,
+            lambda path=stamp.path: on_white(path),
         )
         for place, stamp in enumerate(demo_stamps.stamps(asset.folder))
     ]  # fmt: skip

@@ -54,7 +54,14 @@ class Result:
 
 
 def evaluate(
-    task: Task, answer: Answer, *, batch: int = 16, limit: int | None = None, share: Share = Share(), seed: int = 0, progress: Progress | None = None
+    task: Task,
+    answer: Answer,
+    *,
+    batch: int = 16,
+    limit: int | None = None,
+    share: Share = Share(),
+    seed: int = 0,
+    progress: Progress | None = None,
 ) -> Result:
     """Scores ``answer`` on the task's documents and its controls.
 
@@ -109,7 +116,14 @@ def shuffled(documents: Sequence[Example], seed: int = 0) -> list[Example]:
 
 
 def _scored(
-    task: Task, asked: Sequence[Example], truth: Sequence[Example], answer: Answer, batch: int, share: Share, progress: Progress | None, what: str
+    task: Task,
+    asked: Sequence[Example],
+    truth: Sequence[Example],
+    answer: Answer,
+    batch: int,
+    share: Share,
+    progress: Progress | None,
+    what: str,
 ) -> list[dict]:
     """A row a document: ``asked`` is put to the model, ``truth`` scores it."""
     rows: dict[int, dict] = {}

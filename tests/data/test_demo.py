@@ -168,8 +168,10 @@ def test_shape_boxes_are_tight_around_the_pixels_of_the_shape():
 
 @pytest.mark.parametrize(
     ("caption", "head"),
-    [("A big eared rabbit.", "rabbit"), ("A pair of cherries.", "cherry"), ("The baby of a gnu.", "baby"), ("A plumber’s wrench.", "plumber"),
-     ("A horse with a saddle", "horse"), ("Two boxes", "box"), ("A “Stop” sign. Stop here", "sign"), ("Hibiscus", "hibiscus"), ("", "")],
+    [("A big eared rabbit.", "rabbit"), ("A pair of cherries.", "cherry"), ("The baby of a gnu.", "baby"),
+     ("A plumber’s wrench.", "plumber"),
+     ("A horse with a saddle", "horse"), ("Two boxes", "box"), ("A “Stop” sign. Stop here", "sign"),
+     ("Hibiscus", "hibiscus"), ("", "")],
 )  # fmt: skip
 def test_concept_is_the_head_noun_in_the_singular(caption, head):
     assert concept(caption) == head
@@ -251,7 +253,8 @@ def test_symbols_and_long_captions_are_left_out(stamps):
 
 
 def test_no_test_concept_is_in_any_training_pair(stamps, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo_emoji, "emoji_artist", lambda: (lambda entry: Image.new("RGB", (4, 4)), python_package("easy_vqa", "easy-vqa", "")))
+    art = python_package("easy_vqa", "easy-vqa", "")
+    monkeypatch.setattr(demo_emoji, "emoji_artist", lambda: (lambda entry: Image.new("RGB", (4, 4)), art))
     used, absent = demo_emoji.build(folder := folder_of(tmp_path, "pairs"), 0)
     assert not absent and len(used) == 3
     train, test = (demo_files.read_split(folder, split) for split in ("train", "test"))
@@ -267,7 +270,8 @@ def test_npm_pictures_take_the_place_of_the_font(stamps, tmp_path, monkeypatch):
     pictures = tmp_path / "npm" / "img" / "google" / "64"
     pictures.mkdir(parents=True)
     Image.new("RGBA", (64, 64), (200, 0, 0, 255)).save(pictures / "1f600.png")
-    monkeypatch.setattr(demo_emoji, "npm_package", lambda *_: demo_files.Asset(tmp_path / "npm", "emoji-datasource-google", "16.0.0", "MIT"))
+    package = demo_files.Asset(tmp_path / "npm", "emoji-datasource-google", "16.0.0", "MIT")
+    monkeypatch.setattr(demo_emoji, "npm_package", lambda *_: package)
     draw, asset = demo_emoji.emoji_artist()
     drawn = draw({"image": "1f600.png"})
     assert asset.label == "emoji-datasource-google 16.0.0" and drawn.size == (demo_emoji.SIDE,) * 2
@@ -297,7 +301,8 @@ def test_chart_answers_follow_from_the_bars_and_test_tables_are_new(tmp_path, mo
 
 
 def test_chart_series_hold_the_means_of_the_tables():
-    series = {(one.table, one.title): one.values for one in demo_charts.tables(python_package("vega_datasets", "vega_datasets", "").folder / "_data")}
+    folder = python_package("vega_datasets", "vega_datasets", "").folder / "_data"
+    series = {(one.table, one.title): one.values for one in demo_charts.tables(folder)}
     assert series["iris", "petalWidth"] == pytest.approx({"setosa": 0.246, "versicolor": 1.326, "virginica": 2.026}, abs=1e-6)
     assert len(series) > 20 and all(len(values) >= 3 for values in series.values())
 
@@ -365,13 +370,15 @@ def tool(folder: Path, name: str, script: str) -> None:
 def test_debian_packages_are_unpacked_into_the_cache_without_root(cache, tmp_path, monkeypatch):
     tree = tmp_path / "tree"
     (tree / "DEBIAN").mkdir(parents=True)
-    (tree / "DEBIAN" / "control").write_text("Package: toy\nVersion: 1.2-3\nArchitecture: all\nMaintainer: x <x@example.org>\nDescription: x\n")
+    control = ("Package: toy", "Version: 1.2-3", "Architecture: all", "Maintainer: x <x@example.org>", "Description: x", "")
+    (tree / "DEBIAN" / "control").write_text("\n".join(control))
     (tree / "usr" / "share" / "toy").mkdir(parents=True)
     (tree / "usr" / "share" / "toy" / "file").write_text("content")
     subprocess.run(["dpkg-deb", "-b", str(tree), str(tmp_path / "toy.deb")], check=True, capture_output=True)
     tools = folder_of(tmp_path, "tools")
     # the first download fails as it does without package lists; the second, with private lists, works
-    tool(tools, "apt-get", f'case "$*" in *update*) exit 0;; *State::Lists*) cp {tmp_path}/toy.deb .;; *) echo "E: Unable to locate" >&2; exit 100;; esac')
+    copies = f"*State::Lists*) cp {tmp_path}/toy.deb .;;"
+    tool(tools, "apt-get", f'case "$*" in *update*) exit 0;; {copies} *) echo "E: Unable to locate" >&2; exit 100;; esac')
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     asset = debian_package("toy", "usr/share/toy", "MIT", system=tmp_path / "nowhere")
     assert asset.label == "toy 1.2-3" and (asset.folder / "file").read_text() == "content"

@@ -13,11 +13,16 @@ from mmkit.evaluation.tasks.clip_demo import Towers
 LABELS = ("bird", "bird", "tool", "bird", "tool", "")
 
 
+def facts(label: str) -> dict[str, str]:
+    """What a task reads of a document."""
+    return {"label": label, "concept": "x"}
+
+
 @pytest.fixture
 def towers(monkeypatch):
     """Six pairs; a picture is its number, a caption is its number's one-hot vector, a class prompt points at its pictures."""
     documents = tuple(
-        Example(f"p{i}", (ImageRef(b"", name=str(i)),), (Turn("user", "<image>"), Turn("assistant", f"thing {i}")), meta={"label": label, "concept": "x"})
+        Example(f"p{i}", (ImageRef(b"", name=str(i)),), (Turn("user", "<image>"), Turn("assistant", f"thing {i}")), meta=facts(label))
         for i, label in enumerate(LABELS)
     )
     monkeypatch.setattr(pack_documents, "everything", lambda pack: documents)

@@ -118,7 +118,8 @@ def test_a_changed_character_changes_the_spec_hash_and_is_named():
     longer = dataclasses.replace(TASK, decode=Decode(max_new_tokens=17))
     assert TASK.spec_hash == dataclasses.replace(TASK).spec_hash
     assert len({TASK.spec_hash, other.spec_hash, longer.spec_hash, dataclasses.replace(TASK, process=lambda e, a: {}).spec_hash}) == 4
-    assert differences(TASK.spec, TASK.spec) == [] and differences(TASK.spec, other.spec) == ["suffix: '(absent)' against 'Answer briefly.'"]
+    assert differences(TASK.spec, TASK.spec) == []
+    assert differences(TASK.spec, other.spec) == ["suffix: '(absent)' against 'Answer briefly.'"]
     assert "max_new_tokens" in differences(TASK.spec, longer.spec)[0]
 
 
@@ -148,7 +149,8 @@ def test_progress_counts_batches():
 
 
 def test_exact_match_ignores_case_and_outer_space_only():
-    assert metrics.exact_match(" Red\n", "red") == 1 and metrics.exact_match("red.", "red") == 0 and metrics.exact_match("dark red", "red") == 0
+    assert metrics.exact_match(" Red\n", "red") == 1
+    assert metrics.exact_match("red.", "red") == 0 and metrics.exact_match("dark red", "red") == 0
     assert metrics.contains_word("a small dog, asleep", "dog") == 1 and metrics.contains_word("hotdog", "dog") == 0
 
 

@@ -63,12 +63,15 @@ def retrieve(towers: Towers, *, batch: int = 64, share: Share = Share(), limit: 
     metrics = retrieval.paired_recall(image, text, ks=[k for k in KS if k <= n])
     best = (image @ text.T).argmax(1).tolist()
     rows = [
-        {"task": "clip_retrieval", "key": example.key, "answer": captions[found], "target": example.caption, "scores": {"R@1": float(found == i)}, "meta": {}}
+        {"task": "clip_retrieval", "key": example.key, "answer": captions[found], "target": example.caption,
+         "scores": {"R@1": float(found == i)}, "meta": {}}
         for i, (example, found) in enumerate(zip(documents, best, strict=True))
-    ]
+    ]  # fmt: skip
     chance = {f"{way}_R@{k}": min(k / n, 1.0) for way in ("image_to_text", "text_to_image") for k in KS}
-    result = Result("clip_retrieval", _spec("clip_retrieval"), "", n, "image_to_text_R@5", metrics, controls={"chance": _control(chance)}, rows=tuple(rows))
-    return _finished(result, started)
+    controls = {"chance": _control(chance)}
+    return _finished(
+        Result("clip_retrieval", _spec("clip_retrieval"), "", n, "image_to_text_R@5", metrics, controls=controls, rows=tuple(rows)), started
+    )
 
 
 def classify(towers: Towers, *, batch: int = 64, share: Share = Share(), limit: int | None = None) -> Result:
