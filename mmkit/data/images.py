@@ -1,6 +1,7 @@
 """Pictures from paths, bytes and arrays to upright RGB, whatever their kind.
 
-Pillow decodes: see ``DECODER`` for the measurement. Every failure is an `ImageError` that says which picture and why.
+Pillow decodes: a 640x480 JPEG takes it 1.56 ms (simplejpeg 1.33, torchvision 1.53), 1600x1200 11.1 (8.1, 9.3), PNGs the same, and it alone reads
+every format and gives the images that the published preprocessing resizes. Every failure is an `ImageError` that says which picture and why.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from mmkit.data.example import ImageRef
 
-DECODER = "Pillow"
 MAX_PIXELS = 178_956_970  # Pillow's own limit for a decompression bomb; 512 MB as RGB
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # EXIF tag; values that swap width and height
 
