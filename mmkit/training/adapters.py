@@ -118,7 +118,8 @@ def adapted(model: nn.Module, components: Components) -> list[dict]:
     rows: dict[tuple[str, str], dict] = {}
     for name, layer in lora_layers(model).items():
         component = component_of(f"{name}.weight", components)
-        row = rows.setdefault((component, _shape_of(name)), {"component": component, "layer": _shape_of(name), "layers": 0, "trained": 0, "base": 0})
+        kind = _shape_of(name)
+        row = rows.setdefault((component, kind), {"component": component, "layer": kind, "layers": 0, "trained": 0, "base": 0})
         row["layers"] += 1
         row["trained"] += sum(p.numel() for p in layer.parameters() if p.requires_grad)
         row["base"] += layer.in_features * layer.out_features
@@ -216,7 +217,7 @@ def merge(
         made[name] = stored
     report = MergeReport(losses, str(dtype or _common_dtype(made)).removeprefix("torch."))
     if report.worst > limit and not force:
-        raise ValueError(f"{report}; that is above the limit of {limit:.0%}: merge into float32, keep the adapter apart, or pass force=True")
+        raise ValueError(f"{report}; above the limit of {limit:.0%}: merge into float32, keep the adapter apart, or pass force=True")
     for name, weight in made.items():
         _replace(model, name, weight)
     if before is None:
@@ -234,7 +235,7 @@ def _base_weight(name: str, layer: nn.Module, base: Callable[[str], Tensor] | No
     if base is not None:
         return base(name).to(weight.device)
     if not weight.is_floating_point():
-        raise ValueError(f"{name} has {weight.dtype} weights: merge needs base(name) -> the unquantised weight, or the adapter loses precision twice")
+        raise ValueError(f"{name} has {weight.dtype} weights: merge needs base(name) -> the unquantised weight")
     return weight.detach()
 
 

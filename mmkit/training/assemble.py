@@ -59,6 +59,7 @@ class TrainState:
     samples: int = 0
     tokens: int = 0
     precisions: list[dict] = field(default_factory=list)  # from which step on which precision was used
+    history: list[dict] = field(default_factory=list)  # every resume from a checkpoint the user named, with what was changed
 
     @property
     def accumulation(self) -> int:
@@ -93,7 +94,8 @@ def assemble(run: RunConfig) -> TrainState:
     checkpoints = Checkpoints(f"{run.folder}/checkpoints", run.train.checkpoint, backend)
     return TrainState(
         run, backend, model, wrapped, data, Schedule(run.train.optimizer, total), guard, checkpoints, total,
-        accumulator(run, wrapped, objective, backend), frozen, trained, tables, started_with, started_from=parent_export(run), components=parts.COMPONENTS,
+        accumulator(run, wrapped, objective, backend), frozen, trained, tables, started_with,
+        started_from=parent_export(run), components=parts.COMPONENTS,
         blocks=parts.BLOCKS, precisions=[{"step": 0, "precision": run.train.precision}],
     )  # fmt: skip
 
@@ -107,9 +109,9 @@ def check(run: RunConfig) -> None:
     check_combination(run)
     lora = run.train.lora
     if lora and (both := sorted(set(lora.components) & set(run.train.trainable))):
-        raise ConfigError(f"component {both[0]!r} is in train.trainable and in train.lora.components: train it whole or by adapters, not both")
+        raise ConfigError(f"component {both[0]!r} is in train.trainable and in train.lora.components: train it whole or by adapters")
     if run.train.bits != 16 and (lora is None or "language" in run.train.trainable):
-        raise ConfigError(f"train.bits {run.train.bits} freezes the language model: set train.lora and leave language out of train.trainable")
+        raise ConfigError(f"train.bits {run.train.bits} freezes the language model: set train.lora, take language out of train.trainable")
     if run.data.cache_features and "encoders" in run.train.trainable:
         raise ConfigError("data.cache_features keeps what frozen encoders give, but train.trainable has 'encoders'; turn one of them off")
     if run.model.kind == "clip":

@@ -124,7 +124,8 @@ def _mark(rank: int) -> str:
 class Checkpoints:
     """The checkpoints of one run: saves, finds, keeps some and removes the rest.
 
-    ``backend`` gives rank, world, is_main, export_state, any_device, all_objects, broadcast, barrier; every rank calls every method that says so.
+    ``backend`` gives rank, world, is_main, export_state, any_device, all_objects, broadcast, barrier; every rank calls every method that
+    says so.
     """
 
     def __init__(self, folder: str, config: CheckpointConfig, backend: Any):
@@ -360,7 +361,7 @@ class Checkpoint:
         if missing := sorted(names - held):
             raise CheckpointError(f"{self.path} lacks {len(missing)} trained parameters of this run, first {missing[0]!r}; {_OTHER_RUN}")
         if unknown := sorted(held - names):
-            raise CheckpointError(f"{self.path} holds {len(unknown)} parameters this run does not train, first {unknown[0]!r}; {_OTHER_RUN}")
+            raise CheckpointError(f"{self.path} holds {len(unknown)} parameters unknown to this run, first {unknown[0]!r}; {_OTHER_RUN}")
 
     def get(self, name: str) -> dict[str, Tensor]:
         """param, exp_avg and exp_avg_sq of one trained parameter, fp32 on the CPU."""

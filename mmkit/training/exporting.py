@@ -22,8 +22,8 @@ PROVENANCE = "training.json"  # step, parent and hashes of the trained tensors
 def export(state: TrainState) -> str:
     """Writes ``export/``: weights under the model's own names, adapter, config, tokenizer; read back by `models.pretrained`.
 
-    All processes. An export of this very step is left as it is. ValueError where the trained tensors on the disk are not those in memory, or
-    where after training all of them are still what it started from (U43).
+    All processes. An export of this very step is left as it is. ValueError where the trained tensors on the disk are not those in
+    memory, or where after training all of them are still what it started from (U43).
     """
     from mmkit.models.build import tokenizer
     from mmkit.models.pretrained import save_pretrained
@@ -37,7 +37,8 @@ def export(state: TrainState) -> str:
         save_pretrained(state.model, folder, state.run.model, words, whole_tensors(state, trained), backend.is_main)
         if backend.is_main:
             check_written(folder, trained, state)
-            facts = {"run": state.run.folder, "stage": state.run.stage, "step": state.step, "started_from": state.started_from, "trained": trained}
+            facts = {"run": state.run.folder, "stage": state.run.stage, "step": state.step, "trained": trained}
+            facts["started_from"] = state.started_from
             (folder / PROVENANCE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf8")
         if store.remote and backend.is_main:
             store.upload(folder, "export", last="config.json")
@@ -76,10 +77,11 @@ def check_written(folder: Path, trained: dict[str, str], state: TrainState) -> N
                     found[name] = sample_hash(file.get_tensor(stored))
     wrong = [name for name, digest in trained.items() if found.get(name) != digest]
     if wrong:
-        raise ValueError(f"export {folder} does not hold what was trained: {len(wrong)} of {len(trained)} tensors differ, first {wrong[0]!r}")
+        count = f"{len(wrong)} of {len(trained)}"
+        raise ValueError(f"export {folder} does not hold what was trained: {count} tensors differ, first {wrong[0]!r}")
     moved = state.step > int(state.backend.n_skipped) and bool(state.started_with)
     if moved and all(state.started_with.get(name) == digest for name, digest in trained.items()):
-        raise ValueError(f"export {folder} equals what training started from in all {len(trained)} trained tensors: {state.step} steps changed nothing")
+        raise ValueError(f"export {folder} equals what training started from in all trained tensors: {state.step} steps changed nothing")
 
 
 def _trained_name(stored: str, trained: dict[str, str]) -> str | None:

@@ -53,7 +53,7 @@ def _matched(there: list[str], wanted: set[str], path: str) -> dict[str, str]:
                 out[ours_now] = name
                 break
         else:
-            raise CheckpointError(f"{path} trained {name!r}, which this run does not; set train.trainable and train.lora as that run had them")
+            raise CheckpointError(f"{path} trained {name!r}, which this run does not; set train.trainable and train.lora as there")
     if missing := sorted(wanted - set(out)):
         raise CheckpointError(f"{path} lacks {len(missing)} trained parameters of this run, first {missing[0]!r}")
     return out

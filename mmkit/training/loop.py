@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from mmkit.config import RunConfig, changed
+from mmkit.config import RunConfig, TrainConfig, changed
 from mmkit.training.assemble import TrainState, assemble
 from mmkit.training.contrastive import unmask_when_due
 from mmkit.training.exporting import export
@@ -131,7 +131,7 @@ def run_steps(state: TrainState, notes: Notes, interrupt: Interrupt) -> Decision
         notes.pending.append(one_step(state))
         stop = state.backend.any_device(interrupt.asked)
         evaluated = due(state.step, train.eval_every)
-        saving = due(state.step, train.checkpoint.save_every)
+        saving = save_due(state.step, train)
         if not (due(state.step, train.log_every) or evaluated or saving or stop or state.step == state.total_steps):
             continue
         decision = read_steps(state, notes, evaluated)
@@ -165,7 +165,8 @@ def one_step(state: TrainState) -> Row:
     return {
         "step": state.step, "names": names, "values": backend.sum_over_devices(values), "counts": counts, "grad_norm": norm,
         "lr": state.schedule.share(state.step - 1) * train.optimizer.lr,
-        "lrs": {group["title"]: rate for group, rate in zip(groups, rates, strict=True)}, "skipped": backend.skipped, "epoch": window[-1].epoch,
+        "lrs": {group["title"]: rate for group, rate in zip(groups, rates, strict=True)}, "skipped": backend.skipped,
+        "epoch": window[-1].epoch,
         **{f"grad_norm_{name}": norm for name, norm in backend.norms.items() if len(backend.norms) > 1},
         "seconds": time.monotonic() - begin, "data_seconds": waited, "keys": [key for batch in window for key in batch.keys],
     }  # fmt: skip
@@ -180,6 +181,12 @@ def take_window(state: TrainState) -> list:
         window.append(batch)
     assert window, "the loader of a training run is endless"
     return window
+
+
+def save_due(step: int, train: TrainConfig) -> bool:
+    """Whether a checkpoint is to be written after ``step``: by steps, or in the first step that completes another ``save_samples``."""
+    samples, batch = train.checkpoint.save_samples, train.global_batch
+    return due(step, train.checkpoint.save_every) or (samples > 0 and step * batch // samples > (step - 1) * batch // samples)
 
 
 def due(step: int, every: int) -> bool:

@@ -28,7 +28,8 @@ from mmkit.storage import Store
 log = logging.getLogger(__name__)
 
 PACKAGES = (
-    "mmkit", "torch", "torchvision", "torch_xla", "deepspeed", "transformers", "peft", "open_clip_torch", "timm", "bitsandbytes", "safetensors", "numpy",
+    "mmkit", "torch", "torchvision", "torch_xla", "deepspeed", "transformers", "peft", "open_clip_torch", "timm", "bitsandbytes",
+    "safetensors", "numpy",
 )  # fmt: skip
 REMOTE_SECONDS = 30.0  # between uploads of metrics.jsonl to an object store
 
@@ -87,7 +88,7 @@ def device_facts(backend: Any, before: Mapping[str, Any]) -> dict[str, Any]:
         facts["scaler"] = backend.extra_state().get("scaler", {}).get("scale")
     warm = before.get("step", 0) > 2
     if warm and facts["compiles"] > before.get("compiles", 0):
-        log.warning("step %d: the device compiled again (%d programs so far): a batch had a new shape", before["step"] + 1, facts["compiles"])
+        log.warning("step %d: the device compiled again (%d programs): a batch had a new shape", before["step"] + 1, facts["compiles"])
     return facts
 
 
@@ -99,9 +100,11 @@ class MetricsFile:
     those of steps that a resume goes on from.
     """
 
-    def __init__(self, folder: str, last_step: int = 0):
+    def __init__(self, folder: str, last_step: int = 0, last_samples: int = 0):
+        """Keeps the lines up to ``last_step``, or, as a change of the batch numbers steps anew, up to ``last_samples`` samples."""
         self.store, self.name = Store(folder), "metrics.jsonl"
-        kept = _text([line for line in self._read() if line.get("step", 0) <= last_step] if last_step else [])
+        column, last = ("total_samples", last_samples) if last_samples else ("step", last_step)
+        kept = _text([line for line in self._read() if line.get(column, 0) <= last] if last else [])
         self.store.make()
         self.store.write(self.name, kept)
         self.uploaded, self.took = time.monotonic(), 0.0

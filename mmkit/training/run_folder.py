@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 
 from mmkit.config import ConfigError, RunConfig, to_yaml
 from mmkit.training.assemble import TrainState, seed_everything
-from mmkit.training.checkpoint import CheckpointError, open_verified, trained_buffers
+from mmkit.training.checkpoint import Checkpoint, CheckpointError, folder_name, open_verified, trained_buffers
 from mmkit.training.foreign import is_foreign, restore_foreign
 from mmkit.training.metrics import MetricsFile, environment
 from mmkit.storage import Store
@@ -24,6 +25,8 @@ from mmkit.storage import Store
 log = logging.getLogger(__name__)
 
 MUST_AGREE = ("model", "seed", "train.trainable", "train.lora", "train.bits", "train.global_batch", "train.optimizer.kind")
+MAY_BRANCH = ("seed", "train.global_batch")  # may be changed where the user names the checkpoint to go on from
+PLACE = re.compile(r"(step|epoch)-(\d+)")
 
 
 def save_checkpoint(state: TrainState, metrics: dict[str, float] | None = None) -> bool:
@@ -32,6 +35,7 @@ def save_checkpoint(state: TrainState, metrics: dict[str, float] | None = None) 
         "step": state.step, "samples": state.samples, "tokens": state.tokens, "total_steps": state.total_steps,
         "data": state.loader.state_dict(), "schedule": state.schedule.state_dict(), "guard": state.guard.state_dict(),
         "backend": state.backend.extra_state(), "backend_kind": state.backend.name, "precisions": state.precisions,
+        "history": state.history, "global_batch": state.run.train.global_batch,
         "random": state.backend.all_objects(random_state(state)),
     }  # fmt: skip
     buffers = trained_buffers(state.model)
@@ -50,7 +54,7 @@ def random_state(state: TrainState) -> dict[str, Any]:
 
 
 def set_random_state(state: TrainState, saved: list[dict]) -> None:
-    """Takes back this rank's random state; a rank the saving run did not have gets a seed of its own."""
+    """Takes back this rank's random state; with another seed, or on a rank the saving run did not have, it starts anew."""
     place = state.backend.rank
     if place >= len(saved):
         seed_everything(state.run.seed + 1 + place + 1000 * state.step)
@@ -67,6 +71,7 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
     """Takes over weights, moments, data position, random states and schedule of the checkpoint at ``path``. All processes.
 
     ``keep_data_position``: a loader state to go on from instead of the checkpoint's (after a rewind). ``path`` may be DeepSpeed's.
+    With another batch the share of training done stays (see `step_after`), with another seed the data goes on from the nearest epoch.
     """
     if is_foreign(path):
         restore_foreign(state, path)
@@ -75,8 +80,7 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
     values = saved.state
     if saved.manifest["frozen"] != state.frozen and state.run.train.bits == 16:
         raise CheckpointError(
-            f"{path} was trained on other frozen weights ({saved.manifest['frozen'].get('parameters')} parameters, "
-            f"{str(saved.manifest['frozen'].get('sha256'))[:12]}) than this run has ({state.frozen['parameters']}, {state.frozen['sha256'][:12]}); "
+            f"{path} was trained on other frozen weights ({_marks(saved.manifest['frozen'])}) than this run has ({_marks(state.frozen)}); "
             "start from the same export and sources, or use resume=never"
         )
     saved.require(state.trained)
@@ -85,17 +89,101 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
     buffers = trained_buffers(state.model)
     for name, tensor in saved.buffers().items():
         buffers[name].copy_(tensor)
-    state.loader.load_state_dict(keep_data_position or values["data"])
+    state.loader.load_state_dict(keep_data_position or data_position(state, values))
     state.schedule.load_state_dict(values["schedule"])
     state.guard.load_state_dict(values["guard"])
-    state.step, state.samples, state.tokens = values["step"], values["samples"], values["tokens"]
+    state.step, state.samples, state.tokens = step_after(values, state.run), values["samples"], values["tokens"]
     now = state.run.train.precision
     if values["precisions"][-1]["precision"] != now:
         log.warning("precision changes from %s to %s at step %d", values["precisions"][-1]["precision"], now, state.step)
         values["precisions"].append({"step": state.step, "precision": now})
-    state.precisions = values["precisions"]
-    set_random_state(state, values["random"])
+    state.precisions, state.history = values["precisions"], values.get("history", [])
+    set_random_state(state, values["random"] if values["data"]["seed"] == state.run.seed else [])
     log.info("resumed %s", path)
+    if keep_data_position is None and state.run.resume not in ("auto", "never") and not went_on(values, state.run):
+        branch(state, path, values)
+
+
+def data_position(state: TrainState, values: dict) -> dict:
+    """The saved position; the nearest beginning of an epoch where the order is another now (seed, or groups as large as the batch)."""
+    saved, run = values["data"], state.run
+    regrouped = run.data.group_by_length and batch_of(values, run) != run.train.global_batch
+    if saved["seed"] == run.seed and not regrouped:
+        return saved
+    return saved | {"seed": run.seed, "epoch": round(saved["rows"] / state.loader.rows_per_epoch), "window": 0, "row": 0}
+
+
+def batch_of(values: dict, run: RunConfig) -> int:
+    """The global batch a checkpoint was trained with."""
+    return values.get("global_batch", run.train.global_batch)
+
+
+def step_after(values: dict, run: RunConfig) -> int:
+    """The step that is as far on the way in ``run`` as the saved one was in its own: the same number where ``train.steps`` counts the
+    way, as many samples where epochs do. Warmup is counted in steps and so ends after other samples (as in open_clip)."""
+    same = run.train.steps is not None
+    return values["step"] if same else round(values["step"] * batch_of(values, run) / run.train.global_batch)
+
+
+def asked_of(run: RunConfig) -> dict[str, Any]:
+    """What a resume from a named checkpoint asks for."""
+    return {"asked": run.resume, "precision": run.train.precision, "global_batch": run.train.global_batch, "seed": run.seed}
+
+
+def went_on(values: dict, run: RunConfig) -> bool:
+    """Whether a checkpoint already descends from what ``run.resume`` names, with the same changes: a requeued job goes on from it."""
+    return asked_of(run).items() <= (values.get("history") or [{}])[-1].items()
+
+
+def branch(state: TrainState, path: str, values: dict) -> None:
+    """Records that training goes on from ``path``, and moves what came after it out of the way. All processes."""
+    own = Store(path.rstrip("/").rpartition("/")[0] or ".").path() == state.checkpoints.store.path()
+    changes = {"data": {name: state.loader.state_dict()[name] for name in ("epoch", "rows", "seed")}, "step_there": values["step"]}
+    state.history.append(asked_of(state.run) | {"from": path, "step": state.step, "samples": state.samples} | changes)
+    log.warning("going on from %s at step %d of %d: %s", path, state.step, state.total_steps, state.history[-1])
+    leave_behind(state, min(values["step"], state.step) if own else -1)
+    if batch_of(values, state.run) != state.run.train.global_batch:
+        state.guard.losses.clear()  # of steps with other numbers, and for contrastive losses of another level
+        state.guard.last_event = state.guard.last_target = None
+    if not own or state.step != values["step"]:
+        save_checkpoint(state)
+
+
+def leave_behind(state: TrainState, step: int) -> None:
+    """Moves the run's checkpoints after ``step``, and a copy of its metrics, to ``checkpoints.before-N``. All processes."""
+    state.backend.barrier()  # everyone has read what may be moved
+    later = [found for found in state.checkpoints.steps() if found > step] if state.backend.is_main else []
+    if later:
+        store = Store(state.run.folder)
+        aside = _aside(store)
+        store.make(aside)
+        for found in later:
+            store.move(f"checkpoints/{folder_name(found)}", f"{aside}/{folder_name(found)}")
+        if store.size("metrics.jsonl"):
+            store.write(f"{aside}/metrics.jsonl", store.read("metrics.jsonl"))
+        if step < 0:
+            store.write("metrics.jsonl", b"")
+        log.warning("checkpoints of steps %s are now in %s", ", ".join(map(str, later)), store.path(aside))
+    state.backend.barrier()
+
+
+def checkpoint_at(state: TrainState, place: str) -> str:
+    """The run's checkpoint that ``step-N`` (that one or the last before) or ``epoch-N`` (the nearest to N epochs of data) means.
+    ConfigError where there is none. All processes."""
+    kind, number = PLACE.fullmatch(place).groups()
+    path, found = state.checkpoints.store.path, state.checkpoints.steps()
+    if kind == "step":
+        found = [step for step in found if step <= int(number)]
+    elif found:
+        rows = {step: Checkpoint(path(folder_name(step))).state["data"]["rows"] for step in found}
+        found = [min(found, key=lambda step: abs(rows[step] - int(number) * state.loader.rows_per_epoch))]
+    if not found:
+        raise ConfigError(f"resume = {place!r}: {path()} has no checkpoint there or before; name one that is kept, or give its path")
+    return path(folder_name(found[-1]))
+
+
+def _marks(frozen: dict[str, Any]) -> str:
+    return f"{frozen.get('parameters')} parameters, {str(frozen.get('sha256'))[:12]}"
 
 
 def resume_path(state: TrainState) -> str | None:
@@ -108,12 +196,17 @@ def resume_path(state: TrainState) -> str | None:
             set_aside(run.folder)
         state.backend.barrier()
         return None
-    if Store(run.resume).size("manifest.json") is None and not is_foreign(run.resume):
+    latest = state.checkpoints.latest()
+    if latest and went_on(Checkpoint(latest).state, run):
+        log.warning("this run already went on from %s with these settings; it goes on from %s", run.resume, latest)
+        return latest
+    path = checkpoint_at(state, run.resume) if PLACE.fullmatch(run.resume) else run.resume
+    if Store(path).size("manifest.json") is None and not is_foreign(path):
         raise ConfigError(
-            f"resume = {run.resume!r} is no complete checkpoint (it has no manifest.json); give auto, never, a step-XXXXXXXX folder or a "
-            "DeepSpeed checkpoint"
+            f"resume = {path!r} is no complete checkpoint (it has no manifest.json); give auto, never, step-N, epoch-N, a step-XXXXXXXX "
+            "folder or a DeepSpeed checkpoint"
         )
-    return run.resume
+    return path
 
 
 def set_aside(folder: str) -> None:
@@ -121,9 +214,13 @@ def set_aside(folder: str) -> None:
     store = Store(folder)
     if "checkpoints" not in store.folders():
         return
-    number = 1 + sum(name.startswith("checkpoints.before-") for name in store.folders())
-    store.move("checkpoints", f"checkpoints.before-{number}")
-    log.warning("earlier checkpoints of %s are now in checkpoints.before-%d", folder, number)
+    aside = _aside(store)
+    store.move("checkpoints", aside)
+    log.warning("earlier checkpoints of %s are now in %s", folder, aside)
+
+
+def _aside(store: Store) -> str:
+    return f"checkpoints.before-{1 + sum(name.startswith('checkpoints.before-') for name in store.folders())}"
 
 
 def check_same_run(run: RunConfig) -> None:
@@ -134,11 +231,12 @@ def check_same_run(run: RunConfig) -> None:
     before, now = _with_defaults(yaml.safe_load(store.read("config.yaml"))), run.model_dump(mode="json")
     for path in MUST_AGREE:
         old, new = _at(before, path), _at(now, path)
-        if old != new:
+        if old != new and (run.resume == "auto" or path not in MAY_BRANCH):
             what, old, new = _first_difference(path, old, new)
+            how = "; to change it on the way, name the checkpoint: resume=PATH, step-N or epoch-N" if path in MAY_BRANCH else ""
             raise ConfigError(
-                f"{store.path()} holds a run with {what} = {_short(old)}, this one has {_short(new)}: give it another name (name=...), or start anew "
-                "with resume=never"
+                f"{store.path()} holds a run with {what} = {_short(old)}, this one has {_short(new)}: give it another name (name=...), "
+                f"or start anew with resume=never{how}"
             )
 
 
@@ -181,13 +279,14 @@ def open_folder(state: TrainState, first: bool = True) -> MetricsFile | None:
     if not state.backend.is_main:
         return None
     if not first:
-        return MetricsFile(state.run.folder, state.step)
+        return MetricsFile(state.run.folder, state.step, state.samples)
     store = Store(state.run.folder)
     store.make()
     store.write("config.yaml", to_yaml(state.run).encode())
     facts = {
         "tables": state.tables, "backend": {"name": state.backend.name, "world": state.backend.world, "devices": state.backend.devices},
         "data": {"fingerprint": state.loader.state_dict().get("fingerprint"), "summary": state.loader.summary()}, "frozen": state.frozen,
+        "history": state.history, "precisions": state.precisions,
     }  # fmt: skip
     store.write("environment.json", json.dumps(environment(**facts), indent=1, default=str).encode())
-    return MetricsFile(state.run.folder, state.step)
+    return MetricsFile(state.run.folder, state.step, state.samples)

@@ -46,7 +46,8 @@ def parent_export(run: RunConfig) -> str | None:
         return None
     if run.start_from is None:
         folder = f"{run.root.rstrip('/')}/{run.preset}/pretrain/{run.name}"
-        makes = f"make it with: mmkit train --model {run.preset} --stage pretrain" + (f" --name {run.name}" if run.name != "default" else "")
+        named = f" --name {run.name}" if run.name != "default" else ""
+        makes = f"make it with: mmkit train --model {run.preset} --stage pretrain{named}"
     else:
         folder, makes = run.start_from.rstrip("/"), "it is what start_from names; give a run folder with an export/, or an export"
     for candidate in (f"{folder}/export", folder):

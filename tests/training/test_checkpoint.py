@@ -212,7 +212,7 @@ def test_names_that_are_missing_or_unknown_are_named(tmp_path):
     read.require(read.names())
     with pytest.raises(CheckpointError, match="lacks 1 trained parameters of this run, first 'lora'"):
         read.require([*read.names(), "lora"])
-    with pytest.raises(CheckpointError, match="holds 1 parameters this run does not train, first '0.bias'"):
+    with pytest.raises(CheckpointError, match="holds 1 parameters unknown to this run, first '0.bias'"):
         read.require(name for name in read.names() if name != "0.bias")
 
 
