@@ -214,7 +214,7 @@ def activation_needs(run: RunConfig) -> dict[str, float]:
     width = 2 if train.precision in ("bf16", "fp16") else 4
     if model.kind != "vlm":
         return _contrastive_activations(run, width)
-    rows, length = train.device_batch, max((*run.data.buckets, run.data.max_length) if not run.data.buckets else run.data.buckets)
+    rows, length = train.device_batch, max(run.data.buckets or (run.data.max_length,))
     images = rows * run.data.max_images
     needs = {"language": _decoder_bytes(model.language.architecture, rows, length, run, width)}
     queries = images * model.grid_side**2

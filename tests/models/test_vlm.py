@@ -274,7 +274,7 @@ def test_every_parameter_has_a_component():
 
     model = model_of(regions={"kind": "mean"})
     found = {next(part for pattern, part in COMPONENTS if re.fullmatch(pattern, name)) for name, _ in model.named_parameters()}
-    assert found == {"encoders", "connector", "regions", "language"}
+    assert found == {"encoders", "connector", "samplers", "regions", "language"}
 
 
 # ---------------------------------------------------------------- regions

@@ -138,7 +138,7 @@ def test_language_activations_are_near_what_backward_keeps():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     run = a_run(
-        trainable="[language]", precision="fp32", device_batch=2, global_batch=2, checkpoint_blocks=False, **{"data.max_length": 256}
+        trainable="[language]", precision="fp32", device_batch=2, global_batch=2, checkpoint_blocks=False, **{"data.max_length": 256, "data.buckets": "[256]"}
     )
     architecture = run.model.language.architecture | {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
     architecture = {key: value for key, value in architecture.items() if key != "model_type"}
