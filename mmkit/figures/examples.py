@@ -111,5 +111,6 @@ def answers(
     for row in chosen:
         right = all(score >= 0.5 for score in row["scores"].values() if isinstance(score, (int, float)))
         shuffled = f"\nwith another picture: {row['shuffled_answer']}" if "shuffled_answer" in row else ""
-        notes.append(f"{row['question']}\n{'' if right else 'WRONG: '}{row['answer']} (expected {row['target']}){shuffled}")
+        question = row.get("question") or row["task"]
+        notes.append(f"{question}\n{'' if right else 'WRONG: '}{row['answer']} (expected {row['target']}){shuffled}")
     return pictures([documents[row["key"]] for row in chosen], columns, name, notes)

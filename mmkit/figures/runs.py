@@ -104,7 +104,7 @@ def scores_of(scored: Any) -> Drawn | None:
 
 def answers_of(scored: Any, count: int) -> Drawn | None:
     """Some answers of an evaluation under their pictures, taken from every task in turn; None where no text was generated."""
-    rows = [[row for row in result.rows if "answer" in row] for result in scored.results]
+    rows = [[row for row in result.rows if "answer" in row and row["key"] in scored.documents] for result in scored.results]
     each = -(-count // max(len(rows), 1))
     chosen = [row for part in rows for row in part[:: max(len(part) // each, 1)][:each]]
     return draw_answers(chosen, scored.documents, count=count) if chosen else None

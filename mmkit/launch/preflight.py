@@ -201,7 +201,7 @@ def data_rows(run: RunConfig) -> tuple[list[dict[str, Any]], int | None]:
     for source in run.data.sources:
         row = {"source": source.name, "format": source.format, "path": source.path}
         try:
-            examples = len(open_source(source))
+            examples = len(open_source(source, run.data))
         except (ConfigError, OSError, ValueError) as error:
             if not run.dry_run:
                 raise ConfigError(f"data source {source.name!r}: {error}") from None
@@ -224,7 +224,7 @@ def check_examples(run: RunConfig, decode: int = 64) -> list[dict[str, Any]]:
     for config in run.data.sources:
         row = {"source": config.name, "format": config.format, "path": config.path, "examples": 0, "opened": 0, "bad": 0, "first fault": ""}
         try:
-            source = open_source(config)
+            source = open_source(config, run.data)
             row["examples"] = len(source)
         except (ValueError, OSError) as error:
             rows.append(row | {"bad": 1, "first fault": str(error).splitlines()[0]})

@@ -70,7 +70,9 @@ class Progress:
             self._print(now)
 
     def close(self) -> None:
-        """Shows the last state; a run that ended early says so."""
+        """Shows the last state, where there was one; a run that ended early says so."""
+        if not self.latest:
+            return
         now = self.clock()
         self._draw(now) if self.live else self._print(now)
 

@@ -19,7 +19,9 @@ def record(notebook: str, run: RunConfig, results: Mapping[str, Any] | None = No
     which is saved.
     """
     store, name = Store(run.folder), f"record-{notebook}.json"
-    saved = {title: str(save(figure, run)) if hasattr(figure, "save") else str(figure) for title, figure in (figures or {}).items() if figure}
+    saved = {
+        title: str(save(figure, run)) if hasattr(figure, "save") else str(figure) for title, figure in (figures or {}).items() if figure
+    }
     values = {
         "notebook": notebook,
         "model": run.preset,

@@ -63,11 +63,14 @@ def _tell(progress: Progress, what: str, done: int, of: int) -> None:
 
 
 def _documents(run: RunConfig, results: list[Any]) -> dict[str, Any]:
-    """The documents of all tasks of generated answers, by key."""
+    """The documents of the scored tasks that come out of offline packs, by key."""
+    from mmkit.evaluation.tasks import clip_demo, pack_documents
     from mmkit.evaluation.tasks.table import TASKS
 
     found = {}
     for result in results:
         if result.task in TASKS:
             found |= {example.key: example for example in TASKS[result.task].documents()[: run.evaluation.limit]}
+        elif result.task in clip_demo.CLIP_TASKS:
+            found |= {example.key: example for example in pack_documents.everything(clip_demo.PACK)}
     return found

@@ -23,10 +23,10 @@ CHAIN = (  # (name of the step, notebook, parameters)
     ("data", "01_data", {"model": MODEL, "pictures": "3", "sample": "20", "check_count": "4"}),
     ("pretrain", "02_pretrain", {"model": MODEL, "steps": "2"}),
     ("finetune", "03_finetune", {"model": MODEL, "steps": "2"}),
-    ("eval", "04_eval", {"model": MODEL, "limit": "4", "pictures": "2"}),
+    ("eval", "04_eval", {"model": MODEL, "limit": "16", "pictures": "2"}),
     ("figures", "05_figures", {"model": MODEL, "figures": "[cambrian_benchmarks]"}),
     ("clip", "02_pretrain", {"model": CLIP, "steps": "2"}),
-    ("clip eval", "04_eval", {"model": CLIP, "limit": "8"}),
+    ("clip eval", "04_eval", {"model": CLIP, "limit": "8", "tasks": "[clip_retrieval, clip_zero_shot]"}),
 )
 
 
@@ -60,7 +60,7 @@ def test_metrics_grow_by_a_line_a_step_and_results_lie_beside_the_run(chain):
     assert (folder / "figures" / "training.png").stat().st_size > 5000
     assert (folder / "figures" / "training.csv").read_text().startswith("#")
     results = json.loads((root / MODEL / "eval" / "default" / "results.json").read_text())
-    assert results["tasks"]["easy_vqa"]["n"] == 4 and "shuffled" in results["tasks"]["easy_vqa"]["controls"]
+    assert results["tasks"]["easy_vqa"]["n"] == 16 and "shuffled" in results["tasks"]["easy_vqa"]["controls"]
 
 
 @pytest.mark.slow
