@@ -122,7 +122,8 @@ class XlaBackend(HostTalk, SingleBackend):
         """Moments, steps and (in a window of several micro-batches) gradients exist from the start: step 1 is step 2's graph."""
         for p in self.trained().values():
             axes = self._axes[id(p)]
-            self.optimizer.state[p] = {"step": torch.zeros((), device=self.device)}
+            # in fp32 1 - 0.999 has an error of 5e-5, and every first update with it
+            self.optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float64, device=self.device)}
             for moment in MOMENTS:
                 self.optimizer.state[p][moment] = self._mark(torch.zeros_like(p, requires_grad=False), axes)
             if self._split_window:

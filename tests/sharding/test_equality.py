@@ -105,6 +105,8 @@ def test_saved_states_are_the_same_everywhere(results, folder, mode):
             for key, wanted in entry.items():
                 found = mine["entries"][name][key]
                 assert found.shape == wanted.shape and found.dtype == torch.float32
+                if name.endswith("in_proj_bias"):  # its middle third, the key bias, has no gradient but rounding, which Adam blows up
+                    found, wanted = (torch.cat([x.chunk(3)[0], x.chunk(3)[2]]) for x in (found, wanted))
                 assert (found - wanted).norm() <= tolerance * wanted.norm() + 1e-7, (name, key)
 
 
