@@ -143,6 +143,9 @@ class ClipConfig(Settings):
     lock_text: bool = False
     lock_text_unlocked_layers: int = 0
     patch_dropout: float = Field(0.0, ge=0, lt=1)
+    context_length: int | None = Field(None, gt=2)  # text tokens of a caption; None = the architecture's
+    token_reduction: Literal["simple", "random", "shuffle", "syntax"] | None = None  # how longer captions are cut; None = their end
+    int8_linear: str | None = None  # a bitsandbytes layer for the MLPs' c_fc and c_proj, as SwitchBackLinearGlobal
     init_logit_scale: float = 2.6592600369327783  # ln(1 / 0.07)
     init_logit_bias: float | None = None  # SigLIP: -10
     mean: tuple[float, float, float] | None = None  # image normalisation; None = open_clip's own
@@ -241,6 +244,7 @@ class CheckpointConfig(Settings):
     """When checkpoints are written and which are kept."""
 
     save_every: int = Field(0, ge=0)  # steps; 0 = only at the end
+    save_samples: int = Field(0, ge=0)  # the same, counted in rows of the global batch
     keep_last: int = Field(3, ge=1)
     keep_every: int = Field(0, ge=0)
     best_metric: str | None = None
@@ -290,6 +294,7 @@ class BackendConfig(Settings):
 
     kind: Literal["single", "torch", "deepspeed", "xla"] = "single"
     strategy: Literal["ddp", "fsdp"] = "ddp"  # of torch
+    static_graph: bool = False  # ddp: every step uses the same parameters in the same way, so their order is learned once
     zero_stage: Annotated[Literal[0, 1, 2, 3], Digits] = 2  # of deepspeed
     offload: bool = False  # optimizer and, in ZeRO-3, parameters on the CPU
     deepspeed_config: str | None = None  # a user's DeepSpeed file; "auto" is filled in
@@ -317,7 +322,7 @@ class RunConfig(Settings):
     root: str = "runs"
     seed: int = 0
     dry_run: bool = False
-    resume: str = "auto"  # auto, never, or the path of a checkpoint
+    resume: str = "auto"  # auto, never, a checkpoint's path, or step-N, epoch-N: this run's checkpoint there or the last before
     start_from: str | None = None  # run folder or export to start weights from; None = the stage before, where there is one
     model: ModelConfig
     data: DataConfig = DataConfig()
@@ -334,12 +339,11 @@ class RunConfig(Settings):
     @property
     def accumulation(self) -> int:
         """Micro-batches of one step; error where the three numbers do not fit."""
-        devices = self.devices
-        one_pass = self.train.device_batch * devices
+        one_pass = self.train.device_batch * self.devices
         if self.train.global_batch % one_pass:
             lower = max(self.train.global_batch // one_pass, 1) * one_pass
             raise ConfigError(
-                f"global_batch {self.train.global_batch} does not divide by device_batch {self.train.device_batch} x {devices} "
+                f"global_batch {self.train.global_batch} does not divide by device_batch {self.train.device_batch} x {self.devices} "
                 f"devices = {one_pass}; use {lower} or {lower + one_pass}"
             )
         return self.train.global_batch // one_pass
@@ -384,8 +388,7 @@ def load(model: str = "tiny", stage: str = "pretrain", overrides: dict[str, Any]
     stages = tree.pop("stages", {})
     if unknown := set(stages) - set(STAGES):
         raise ConfigError(f"params/{model}.yaml: no stage {min(unknown)!r}{nearest(min(unknown), STAGES)}")
-    tree = _merge(tree, stages.get(stage, {}))
-    tree |= {"preset": str(model), "stage": stage}
+    tree = _merge(tree, stages.get(stage, {})) | {"preset": str(model), "stage": stage}
     for name, value in (overrides or {}).items():
         _assign(tree, setting_path(name, source), value)
     return _validate(tree, f"params/{model}.yaml" + (f" with {source}" if overrides else ""))
@@ -412,11 +415,8 @@ def changed(run: RunConfig, **values: Any) -> RunConfig:
 def setting_path(name: str, source: str = "overrides") -> tuple[str, ...]:
     """The full path of a setting given by its path or by its unique last name; ConfigError otherwise."""
     known = setting_names()
-    if name in known:
+    if name in known or any(kind is dict and name.startswith(path + ".") for path, kind in known.items()):  # as train.optimizer.lr_of.text
         return tuple(name.split("."))
-    for path in known:  # an entry of a mapping, as train.optimizer.lr_of.connector
-        if name.startswith(path + ".") and known[path] is dict:
-            return tuple(name.split("."))
     hits = [path for path in known if path.endswith("." + name)]
     if len(hits) == 1:
         return tuple(hits[0].split("."))
@@ -433,9 +433,8 @@ def setting_names() -> dict[str, Any]:
 
 def _walk(model: type[Settings], prefix: str):
     for name, field in model.model_fields.items():
-        inner = _settings_of(field.annotation)
         yield prefix + name, typing.get_origin(field.annotation) or field.annotation
-        for kind in inner:
+        for kind in _settings_of(field.annotation):
             yield from _walk(kind, f"{prefix}{name}.")
 
 
@@ -443,18 +442,16 @@ def _settings_of(annotation) -> list[type[Settings]]:
     """The Settings classes an annotation allows, through unions and Annotated but not through tuples."""
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         return [annotation]
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated):
-        return [kind for part in typing.get_args(annotation) for kind in _settings_of(part)]
-    return []
+    joined = typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated)
+    return [kind for part in typing.get_args(annotation) for kind in _settings_of(part)] if joined else []
 
 
 def _preset_tree(name: str, chain: tuple[str, ...] = ()) -> dict[str, Any]:
-    path = PARAMS / f"{name}.yaml"
     if name not in presets():
         raise ConfigError(f"no model {name!r}{nearest(name, presets())}; models are {', '.join(presets())}")
     if name in chain:
         raise ConfigError(f"params: base files form a ring: {' -> '.join((*chain, name))}")
-    tree = yaml.safe_load(path.read_text(encoding="utf8")) or {}
+    tree = yaml.safe_load((PARAMS / f"{name}.yaml").read_text(encoding="utf8")) or {}
     base = tree.pop("base", None)
     return _merge(_preset_tree(base, (*chain, name)), tree) if base else tree
 

@@ -6,11 +6,13 @@ batches, where an empty row would be a wrong negative, another sample takes its 
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +51,20 @@ class Task:
 def rng_of(seed: int, epoch: int, index: int, train: bool) -> np.random.Generator:
     """The generator of an example's random choices: another each epoch in training, always the same otherwise."""
     return np.random.default_rng([seed, epoch + 1 if train else 0, index])
+
+
+@contextlib.contextmanager
+def repeatable(rng: np.random.Generator) -> Iterator[None]:
+    """Random choices of libraries (torch's and Python's global generators) that repeat on resume and leave both as they were."""
+    before, torch_before = random.getstate(), torch.get_rng_state()
+    seed = int(rng.integers(2**62))
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would queue a call, with a stack trace, for every accelerator
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        torch.set_rng_state(torch_before)
 
 
 def drawn(mixture: Mixture, index: int, seed: int, epoch: int, train: bool) -> Example:
@@ -201,7 +217,7 @@ class ClipBuilder:
         images = torch.stack([tensor for tensor, _ in found])
         name = "image_features" if self.pictures.stem == "features" else "image"
         captions = [example.caption for _, example in found]
-        tensors = {name: images} | self._text(captions)
+        tensors = {name: images} | self._text(captions, task)
         counts = Counter(captions)
         repeated = sum(count for count in counts.values() if count > 1)
         sources = Counter(self.mixture.source_name(index) for index in task.rows)
@@ -210,9 +226,15 @@ class ClipBuilder:
         n_positions = tensors["text"].numel() if "text" in tensors else n
         return Batch(tensors, keys, n, n, n_positions, n_positions, max(task.epochs), tuple(problems), repeated / max(n, 1), dict(sources), task.examined)
 
-    def _text(self, captions: list[str]) -> dict[str, Tensor]:
+    def _text(self, captions: list[str], task: Task) -> dict[str, Tensor]:
         if self.texts is not None:
             return {"text_features": torch.stack([self.texts.get_text(caption)[0] for caption in captions])}
+        if getattr(self.tokenizer, "reduction_fn", None):  # cuts long captions at random
+            rows = []
+            for caption, index, epoch in zip(captions, task.rows, task.epochs, strict=True):
+                with repeatable(rng_of(self.seed, epoch, index, self.train)):
+                    rows.append(self.tokenizer([caption]))
+            return {"text": torch.cat(rows)}
         tokens = self.tokenizer(captions)
         if isinstance(tokens, Tensor):
             return {"text": tokens}
@@ -236,8 +258,7 @@ class ClipBuilder:
             what = "image" if not example.images else "caption"
             raise BadRecord(f"has no {what}", key=example.key, source=example.source, reason=f"missing {what}")
         try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(int(rng_of(self.seed, epoch, index, self.train).integers(2**62)))  # random crops repeat on resume
+            with repeatable(rng_of(self.seed, epoch, index, self.train)):  # random crops
                 tensors, _ = self.pictures.load(example.images[0])
         except ImageError as error:
             raise BadRecord(error.message, key=example.key, source=example.source, reason=error.reason) from None

@@ -150,6 +150,8 @@ def architecture_of(config: ClipConfig) -> dict[str, Any]:
             f"given{nearest(config.name, open_clip.list_models())}"
         )
     settings.setdefault("quick_gelu", False)
+    if config.context_length:
+        settings["text_cfg"]["context_length"] = config.context_length
     if config.init_logit_scale != ClipConfig.model_fields["init_logit_scale"].default or "init_logit_scale" not in settings:
         settings["init_logit_scale"] = config.init_logit_scale
     if config.init_logit_bias is not None:
@@ -167,6 +169,7 @@ def resolved(config: ClipConfig) -> ClipConfig:
 
 def _network(config: ClipConfig) -> nn.Module:
     import open_clip
+    from open_clip.utils import replace_linear
 
     settings = architecture_of(config)
     text = settings["text_cfg"]
@@ -176,10 +179,24 @@ def _network(config: ClipConfig) -> nn.Module:
     settings["vision_cfg"]["timm_model_pretrained"] = False
     custom = settings.pop("custom_text", False) or "hf_model_name" in text
     kind = open_clip.CoCa if "multimodal_cfg" in settings else open_clip.CustomTextCLIP if custom else open_clip.CLIP
+    layer = int8_layer(config.int8_linear) if config.int8_linear else None
     try:
-        return kind(**settings, nonscalar_logit_scale=True)  # FSDP2 and DeepSpeed refuse 0-dim parameters
+        network = kind(**settings, nonscalar_logit_scale=True)  # FSDP2 and DeepSpeed refuse 0-dim parameters
     except TypeError as error:
         raise ConfigError(f"model.architecture of {config.name!r} does not suit open_clip's {kind.__name__}: {error}") from None
+    return replace_linear(network, layer, INT8_LAYERS) if layer else network
+
+
+def int8_layer(name: str) -> type[nn.Module]:
+    """The layer of bitsandbytes that multiplies in int8 and trains; ConfigError where this machine or version has none."""
+    import bitsandbytes
+
+    found = getattr(bitsandbytes.nn, name, None) or getattr(getattr(bitsandbytes.nn, "triton_based_modules", None), name, None)
+    if found is None:
+        raise ConfigError(f"model.int8_linear = {name!r}: bitsandbytes {bitsandbytes.__version__} has no such layer; set it to none")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"model.int8_linear = {name!r} computes on CUDA devices only and there is none; set it to none")
+    return found
 
 
 def _local(name: str) -> str:
@@ -270,12 +287,31 @@ def clip_tokenizer(config: ClipConfig) -> Callable:
     text = architecture_of(config)["text_cfg"]
     length, options = text.get("context_length", 77), dict(text.get("tokenizer_kwargs") or {})
     name = text.get("hf_tokenizer_name") or text.get("hf_model_name")
+    if config.token_reduction:
+        _check_reduction(config.token_reduction, name)
+        options["reduction_mask"] = config.token_reduction
     if name is None:
         return library.SimpleTokenizer(context_length=length, **options)
     try:
         return library.HFTokenizer(_local(name), context_length=length, tokenizer_mode=text.get("tokenizer_mode"), **options)
     except (OSError, ValueError) as error:
         raise ConfigError(f"tokenizer {name!r} of model {config.name!r} is neither local nor reachable: {error}") from None
+
+
+def _check_reduction(kind: str, tokenizer: str | None) -> None:
+    """ConfigError where captions cannot be cut by ``kind``: "syntax" asks nltk for parts of speech, which must be installed already."""
+    if tokenizer is not None:
+        raise ConfigError(f"model.token_reduction = {kind!r} is for open_clip's own tokenizer, not for {tokenizer!r}; set it to none")
+    if kind != "syntax":
+        return
+    try:
+        import nltk
+
+        for resource in ("tokenizers/punkt_tab", "taggers/averaged_perceptron_tagger_eng"):
+            nltk.data.find(resource)
+    except (ImportError, LookupError) as error:
+        cause = str(error).strip().splitlines()[0].strip(" *")
+        raise ConfigError(f"model.token_reduction = 'syntax' needs nltk with its punkt and tagger data ({cause}); use 'simple'") from None
 
 
 def clip_transform(config: ClipConfig, train: bool = False, augment_scale: tuple[float, float] = (0.9, 1.0)) -> Callable:
@@ -306,6 +342,8 @@ def _preprocess(config: ClipConfig) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- plain data for backends
+
+INT8_LAYERS = ("c_fc", "c_proj")  # the linear layers of the MLPs, which open_clip replaces too
 
 SHARDING = (
     (r"(^|\.)(ln_\w+|norm\d?|LayerNorm|bn\d?)\.(weight|bias)$", (None,)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import sys
 
 import pytest
 import torch
@@ -207,3 +209,56 @@ def test_what_we_write_open_clip_reads_and_so_do_we(tmp_path):
     save_file(state, folder / "open_clip_model.safetensors")
     with pytest.raises(ValueError, match="2 tensors: missing clip.ln_final.bias; unexpected clip.visual.more"):
         published.load(folder)
+
+
+LONG = "one two three four five six seven eight nine ten eleven twelve"
+
+
+def test_captions_longer_than_the_context_lose_words_as_the_config_says():
+    whole = tokenizer(twins.clip(context_length=20))([LONG])[0, 1:13].tolist()
+    for kind in ("simple", "random", "shuffle"):
+        config = twins.clip(context_length=6, token_reduction=kind)
+        torch.manual_seed(0)
+        random.seed(0)
+        found = tokenizer(config)([LONG] * 20)
+        assert found.shape == (20, 6) and (found[:, 0] == 49406).all() and (found[:, -1] == 49407).all()
+        kept = {tuple(row) for row in found[:, 1:-1].tolist()}
+        assert len(kept) > 3
+        places = [[whole.index(token) for token in row if token in whole] for row in kept]
+        assert all(row == sorted(row) for row in places) == (kind != "shuffle")
+        assert all(row[-1] - row[0] == len(row) - 1 for row in places if row) == (kind == "simple")
+        assert tokenizer(config)(["short one"]).equal(tokenizer(twins.clip(context_length=6))(["short one"]))
+    assert build(twins.clip(context_length=6)).clip.positional_embedding.shape[0] == 6
+
+
+def test_reductions_that_cannot_work_here_are_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nltk", None)
+    with pytest.raises(ConfigError, match="'syntax' needs nltk .* use 'simple'"):
+        tokenizer(twins.clip(token_reduction="syntax"))
+    architecture = twins.clip().architecture
+    words = {"hf_tokenizer_name": "pack:minilm"}
+    with pytest.raises(ConfigError, match="not for 'pack:minilm'"):
+        tokenizer(twins.clip(architecture=architecture | {"text_cfg": architecture["text_cfg"] | words}, token_reduction="random"))
+
+
+def test_int8_layers_take_the_place_of_the_mlps_linear_layers_alone(monkeypatch):
+    import bitsandbytes
+
+    class Int8(torch.nn.Linear):
+        pass
+
+    torch.manual_seed(0)
+    plain = build(twins.clip())
+    with pytest.raises(ConfigError, match="'Nothing': bitsandbytes .* has no such layer"):
+        build(twins.clip(int8_linear="Nothing"))
+    monkeypatch.setattr(bitsandbytes.nn, "Int8Fake", Int8, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="CUDA devices only"):
+        build(twins.clip(int8_linear="Int8Fake"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = build(twins.clip(int8_linear="Int8Fake"))
+    replaced = {name for name, layer in model.named_modules() if isinstance(layer, Int8)}
+    linear = {name for name, layer in plain.named_modules() if isinstance(layer, torch.nn.Linear)}
+    assert replaced and replaced == {name for name in linear if name.endswith((".mlp.c_fc", ".mlp.c_proj"))} != linear
+    model.load_state_dict(plain.state_dict())  # the same names and shapes
+    assert torch.equal(model(batch(model))["image_features"], plain(batch(plain))["image_features"])

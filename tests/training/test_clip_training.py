@@ -104,6 +104,60 @@ def test_precision_may_change_at_a_resume_as_in_the_published_run(tmp_path, data
     assert abs(rows[4]["loss_gap"] - rows[3]["loss_gap"]) < 1.0
 
 
+def test_a_rewind_to_an_epoch_changes_precision_batch_and_data_seed_and_keeps_the_share_of_training_done(tmp_path, data):
+    schedule = {"lr": 3e-3, "warmup": 2, "schedule": "cosine"}
+    length = {"steps": None, "epochs": 4, "optimizer": schedule, "checkpoint": {"save_every": 4, "keep_last": 9}}
+    first = clip_run(tmp_path, data, precision="bf16", **length)
+    assert train(first).steps == 16  # 48 pairs, 12 a step
+    changes = {"precision": "fp32", "global_batch": 16, "device_batch": 16, "seed": 5}
+    with pytest.raises(ConfigError, match="seed = 0, this one has 5.*resume=PATH, step-N or epoch-N"):
+        train(clip_run(tmp_path, data, **length, **changes))
+    second = clip_run(tmp_path, data, resume="epoch-2", **length, **changes)
+    result = train(second)
+    rows = lines(second.folder)
+    assert result.reason == "done" and result.steps == 12
+    assert [row["step"] for row in rows] == [*range(1, 9), *range(7, 13)]  # step 8 of 16 is step 6 of 12
+    assert [row["total_samples"] for row in rows] == [*range(12, 97, 12), *range(112, 193, 16)]
+    assert rows[8]["lr"] == pytest.approx(3e-3 / 2 * (1 + math.cos(math.pi * 4 / 10)))
+    assert abs(rows[8]["loss_gap"] - rows[7]["loss_gap"]) < 1.0
+    record = json.load(open(f"{second.folder}/environment.json"))
+    (entry,) = record["history"]
+    assert entry["asked"] == "epoch-2" and entry["from"].endswith("step-00000008") and entry["data"] == {"epoch": 2, "rows": 96, "seed": 5}
+    assert (entry["step"], entry["step_there"], entry["global_batch"], entry["seed"], entry["samples"]) == (6, 8, 16, 5, 96)
+    assert [change["precision"] for change in record["precisions"]] == ["bf16", "fp32"]
+    assert sorted(os.listdir(f"{second.folder}/checkpoints.before-1")) == ["metrics.jsonl", "step-00000008", "step-00000012", "step-00000016"]
+    assert sorted(os.listdir(f"{second.folder}/checkpoints")) == [f"step-{step:08d}" for step in (4, 6, 8, 12)]
+    assert train(second).reason == train(second.model_copy(update={"resume": "auto"})).reason == "already done"  # a requeue does not go back again
+
+
+def test_a_branch_in_a_folder_of_its_own_is_resumed_by_the_same_command(tmp_path, data):
+    length = {"steps": 6, "checkpoint": {"save_every": 2}}
+    first = clip_run(tmp_path, data, **length)
+    train(first)
+    path = f"{first.folder}/checkpoints/step-00000002"
+    branch = clip_run(tmp_path, data, name="branch", resume=path, seed=3, **length)
+    whole = clip_run(tmp_path, data, name="whole", resume=path, seed=3, **length)
+    train(whole)
+
+    def stop(row):
+        if row["step"] == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert train(branch, on_log=stop).reason == "interrupted"
+    assert train(branch).reason == "done"
+    a, b = ([(row["step"], row["loss"]) for row in lines(run.folder)] for run in (whole, branch))
+    assert a == b and [step for step, _ in a] == [3, 4, 5, 6] and a != [(row["step"], row["loss"]) for row in lines(first.folder)][2:]
+    assert len(os.listdir(f"{first.folder}/checkpoints")) == 3
+    with pytest.raises(ConfigError, match="no checkpoint there or before"):
+        train(clip_run(tmp_path, data, resume="step-1", **length))
+
+
+def test_checkpoints_are_written_every_so_many_samples(tmp_path, data):
+    saved = []
+    train(clip_run(tmp_path, data, steps=7, checkpoint={"save_samples": 30}), on_save=saved.append)
+    assert saved == [3, 5, 7]  # 36, 60 and, at the end, 84 samples
+
+
 @pytest.mark.slow
 def test_a_sharded_model_is_trained_and_encoded_in_turn_on_two_processes():
     """Weights are whole only inside the wrapped forward, so encoding and the temperature's clamp go through it and the optimizer (U48)."""
