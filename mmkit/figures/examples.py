@@ -23,6 +23,7 @@ MAX_TOKENS = 260  # of one conversation in a token picture
 
 def pictures(examples: Sequence[Example], columns: int = 3, name: str = "examples", notes: Sequence[str] = ()) -> Drawn:
     """Each example's first picture with its regions drawn and its text below; ``notes`` replace the text where given."""
+    columns = min(columns, len(examples))
     rows = math.ceil(len(examples) / columns)
     figure, axes = blank(3.6 * columns, 4.0 * rows, columns=columns, rows=rows, squeeze=False)
     table = []
