@@ -1,11 +1,14 @@
 """The ViT-L/14 story on a small model: fp16 overflows in one layer, the loss is gone, the guard goes back and on in fp32.
 
 The published run met this by itself after 13 billion samples (clip-training section 7); here one layer is strained from a given step
-on (`Strain`), which fp16 cannot hold and fp32 does not notice. A clean run of the same seed stands beside it.
+on (`Strain`), which fp16 cannot hold and fp32 does not notice. Beside the guarded run stand one of the same seed without a strain, and
+one with it that is left to itself.
 """
 
 from __future__ import annotations
 
+import json
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from mmkit.config import ConfigError, RunConfig, changed
+from mmkit.storage import Store
 from mmkit.training.stability import Strain, events
 
 if TYPE_CHECKING:
@@ -20,25 +24,43 @@ if TYPE_CHECKING:
     from mmkit.training.loop import TrainResult
 
 
+UNWATCHED = 1e12  # a spike threshold that nothing reaches
+
+
 @dataclass(frozen=True)
 class Rehearsal:
-    """Both runs and what the guard wrote down of the strained one."""
+    """The three runs and what the guard wrote down of the strained one. Lines of metrics.jsonl come by the runs' names."""
 
     clean: TrainResult
-    strained: TrainResult
+    unguarded: TrainResult  # strained, and left to itself until the loss is gone
+    strained: TrainResult  # strained, and gone back from
     events: list[dict[str, Any]]
+    lines: dict[str, list[dict[str, Any]]]
 
     @property
     def gap(self) -> float:
-        """Last loss of the strained run minus that of the clean one."""
-        return self.strained.last["loss"] - self.clean.last["loss"]
+        """Mean loss over the last quarter of the steps, strained minus clean."""
+        return statistics.fmean(self._tail("strained")) - statistics.fmean(self._tail("clean"))
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the clean run's loss from step to step over the last quarter of its steps."""
+        return statistics.stdev(self._tail("clean"))
+
+    def _tail(self, name: str) -> list[float]:
+        losses = [line["loss"] for line in self.lines[name]]
+        return losses[-max(2, len(losses) // 4) :]
 
 
-def rehearse(run: RunConfig, at_step: int, gain: float = 2.0**18, layer: str = "", on_log: Callable | None = None) -> Rehearsal:
-    """Trains ``run`` twice, as ``NAME-clean`` in fp32 and as ``NAME-strained`` in fp16 with ``layer`` strained after ``at_step`` steps.
+def rehearse(
+    run: RunConfig, at_step: int, gain: float = 2.0**18, layer: str = "", clipped: int = 0, on_log: Callable | None = None
+) -> Rehearsal:
+    """Trains ``run`` as ``NAME-clean`` in fp32, and in fp16 with ``layer`` strained after ``at_step`` steps as ``NAME-unguarded`` and
+    ``NAME-strained``.
 
-    ``layer`` is a module name of the model; empty = the last linear layer of its first trained tower. The strained run saves often
-    enough to lose few steps and goes back as the guard decides. ConfigError where no step is left after ``at_step``.
+    ``layer`` is a module name of the model; empty = the last linear layer of its first trained tower. For ``clipped`` steps the loss
+    rises before it is gone (`Strain`). The strained run saves often enough to lose few steps and goes back as the guard decides; the
+    unguarded one ends where its loss is gone. ConfigError where no step is left after ``at_step``.
     """
     from mmkit.training.loop import train
 
@@ -47,14 +69,25 @@ def rehearse(run: RunConfig, at_step: int, gain: float = 2.0**18, layer: str = "
     every = max(1, at_step // 3)
     again = {"resume": "never", "train__log_every": 1}
     clean = train(changed(run, name=f"{run.name}-clean", train__precision="fp32", **again), on_log)
-    settings = {"train__stability__action": "rewind", "train__stability__rewind_precision": "fp32", "train__checkpoint__save_every": every}
-    strained = changed(run, name=f"{run.name}-strained", train__precision="fp16", **settings, **again)
+    half = changed(run, train__precision="fp16", train__checkpoint__save_every=every, **again)
+    alone = changed(half, name=f"{run.name}-unguarded", train__stability__action="stop", train__stability__threshold=UNWATCHED)
+    guarded = {"train__stability__action": "rewind", "train__stability__rewind_precision": "fp32"}
+    strained = changed(half, name=f"{run.name}-strained", **guarded)
 
     def strain(state: TrainState) -> None:
-        Strain(layer_of(state.model, layer), gain, after=at_step * state.accumulation)
+        rewound = state.run.resume != "never"
+        Strain(layer_of(state.model, layer), gain, 0 if rewound else at_step * state.accumulation, clipped * state.accumulation)
 
-    result = train(strained, on_log, on_assemble=strain)
-    return Rehearsal(clean, result, events(strained.folder))
+    results = [clean, train(alone, on_log, on_assemble=strain), train(strained, on_log, on_assemble=strain)]
+    names = ("clean", "unguarded", "strained")
+    lines = {name: read_lines(result.folder) for name, result in zip(names, results, strict=True)}
+    return Rehearsal(*results, events(strained.folder), lines)
+
+
+def read_lines(folder: str) -> list[dict[str, Any]]:
+    """metrics.jsonl of a run that has ended; a loss that is not finite as the number it is."""
+    rows = [json.loads(line) for line in Store(folder).read("metrics.jsonl").splitlines()]
+    return [row | {"loss": float(row["loss"])} for row in rows]
 
 
 def layer_of(model: nn.Module, name: str = "") -> nn.Module:

@@ -232,17 +232,23 @@ class Strain:
     """Makes one layer work near the edge of half precision, as the L/14 run did by itself after 13 billion samples.
 
     From training forward ``after`` on, the layer's output is multiplied by ``gain`` and divided by it again in its own dtype:
-    nothing changes in fp32 or bf16, and in fp16 every value above 65504 / gain becomes inf and the loss NaN.
+    nothing changes in fp32 or bf16. In fp16 every value above 65504 / gain is cut to that in the first ``clipped`` forwards, so that
+    the loss rises, and then becomes inf and the loss NaN.
     """
 
-    def __init__(self, layer: nn.Module, gain: float, after: int = 0):
-        self.gain, self.after, self.n_forwards = gain, after, 0
+    def __init__(self, layer: nn.Module, gain: float, after: int = 0, clipped: int = 0):
+        self.gain, self.after, self.clipped, self.n_forwards = gain, after, clipped, 0
         self.handle = layer.register_forward_hook(self._strain)
 
     def _strain(self, layer, inputs, output):
         if layer.training:
             self.n_forwards += 1
-        return output * self.gain / self.gain if self.n_forwards > self.after else output
+        if self.n_forwards <= self.after:
+            return output
+        if self.n_forwards <= self.after + self.clipped:
+            largest = torch.finfo(output.dtype).max / self.gain
+            output = output.clamp(-largest, largest)
+        return output * self.gain / self.gain
 
     def remove(self) -> None:
         """Leaves the layer as it was."""
