@@ -34,24 +34,22 @@ class CopiesBackend(Processes, SingleBackend):
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
             find_unused_parameters=bool(train.allow_no_grad),
-            static_graph=self.config.static_graph,
         )
         self._copies.require_backward_grad_sync = False  # `backward` asks for the sync, when it knows which one is the last
-        self._copies._static_graph_delay_allreduce_enqueued = True  # the first one too, after which DDP knows the graph
-        self._graph_known = not self.config.static_graph
         return self._copies
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """See `Backend.backward`."""
-        reducer = self._copies.reducer
-        if last and self.config.static_graph:
-            reducer.prepare_for_forward()  # counts the synchronised backwards: the first only learns
+        copies = self._copies
+        learns = last and self.config.static_graph and not copies.static_graph
+        if learns:  # not before: DDP would count the uses of parameters in the window's other micro-batches too
+            copies._set_static_graph()
+            copies._static_graph_delay_allreduce_enqueued = True  # by the last line here
         if last:
-            reducer.prepare_for_backward([loss] if self._copies.find_unused_parameters and not self.config.static_graph else [])
+            copies.reducer.prepare_for_backward([loss] if copies.find_unused_parameters and not copies.static_graph else [])
         super().backward(loss, last)
-        if last and not self._graph_known:
-            reducer._delay_all_reduce()
-            self._graph_known = True
+        if learns:
+            copies.reducer._delay_all_reduce()
 
 
 class CutBackend(Processes, SingleBackend):

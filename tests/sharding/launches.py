@@ -52,6 +52,18 @@ def training_jobs(mode: str, backend: dict, folder: Path) -> dict:
     return {label: job | {"backend": backend} for label, job in jobs.items()}
 
 
+def static_jobs() -> dict:
+    """DDP with a static graph: windows of two micro-batches, contrastive ones, recomputed blocks, a short window, left-out updates."""
+    kinds = {
+        "vlm": {"case": "vlm", "steps": [0, 4]},
+        "clip": {"case": "clip", "steps": [0, 4]},
+        "blocks": {"case": "lora", "steps": [0, 3], "train": {"checkpoint_blocks": True}},
+        "short": {"case": "vlm", "steps": [0, 3], "short_window": 1},
+        "skip": {"case": "vlm", "steps": [0, 4], "poison": [1, 2]},
+    }
+    return {f"{kind}/ddp static": job | {"backend": TWO["ddp"] | {"static_graph": True}} for kind, job in kinds.items()}
+
+
 def resume_jobs(mode: str, backend: dict, savers, folder: Path, cases=("vlm",)) -> dict:
     """``mode`` goes on from what each of ``savers`` saved."""
     jobs = {}
@@ -85,7 +97,7 @@ def all_results(folder: Path) -> dict:
     cut = {"deepspeed_config": str(whole)}
     two = {mode: backend | (cut if mode == "zero3" else {}) for mode, backend in TWO.items()}
     found = launch(training_jobs("single", SINGLE, folder), folder, "single")
-    jobs = {"talk": {"case": "talk", "backend": TWO["ddp"]}}
+    jobs = {"talk": {"case": "talk", "backend": TWO["ddp"]}} | static_jobs()
     for mode, backend in two.items():
         jobs |= training_jobs(mode, backend, folder)
     for i, (mode, backend) in enumerate(two.items()):  # all 64 pairs agree to 2e-7; the test keeps its own, the next two and single's

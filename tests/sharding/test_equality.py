@@ -67,6 +67,14 @@ def test_recomputed_blocks_change_nothing(results, mode):
     close(results[f"blocks/{mode}"]["rows"], results["blocks/single"]["rows"], FIRST)
 
 
+@pytest.mark.parametrize(("case", "reference"), [("vlm", "ddp"), ("clip", "ddp"), ("short", "ddp"), ("skip", "ddp"), ("blocks", "single")])
+def test_a_static_graph_changes_nothing_under_ddp(results, case, reference):
+    found, wanted = results[f"{case}/ddp static"]["rows"], results[f"{case}/{reference}"]["rows"]
+    n = min(len(found), len(wanted))
+    close([row for row in found[:n] if not row[3]], [row for row in wanted[:n] if not row[3]], FIRST if reference == "single" else 1e-6)
+    assert n >= 2 and [row[3:] for row in found[:n]] == [row[3:] for row in wanted[:n]]
+
+
 @pytest.mark.parametrize("mode", QUANTISED)
 def test_adapters_over_four_bit_weights_train_alike(results, mode):
     close(results[f"qlora/{mode}"]["rows"], results["qlora/single"]["rows"], FIRST)
