@@ -109,9 +109,13 @@ def _add_data(commands: Any) -> None:
     kinds = inner.add_subparsers(title="commands", metavar="COMMAND", required=True)
     demo = _command(kinds, "demo", _data_demo, "Prepare the offline packs in the cache; show source, licence and counts of each.")
     demo.add_argument("packs", nargs="*", metavar="PACK", help="only these packs")
-    check = _command(kinds, "check", _data_check, "Check every path of a run's data and decode a sample, before training.")
-    _add_run_options(check)
+    check = _command(kinds, "check", _data_check, "Check a data file, or every source of a run: all paths, a decoded sample, before training.")
+    check.add_argument("file", nargs="?", metavar="FILE", help="a data file (default: the sources of the run)")
+    check.add_argument("--images", metavar="DIR", help="folder that the file's relative image paths start from")
+    check.add_argument("--format", choices=("llava", "grit", "parquet", "csv"), default="llava", help="of FILE (default: llava)")
+    check.add_argument("--report", metavar="JSON", help="write the whole report of FILE here as well")
     check.add_argument("--decode", type=int, default=64, metavar="N", help="examples to open fully (default: 64)")
+    _add_run_options(check)
     shards = _command(kinds, "shards", _data_shards, "Write or check tar shards: samples, bad members, fields, per shard.")
     shards.add_argument("pattern", help="folder, file, URL or brace pattern: data/{000..012}.tar; with --from the folder to write")
     shards.add_argument("--from", dest="source", metavar="FILE", help="pairs to write as shards: a csv, llava, parquet or pack source")
@@ -307,9 +311,28 @@ def _data_check(options: argparse.Namespace) -> int:
     from mmkit.launch.preflight import check_examples
     from mmkit.notebook.tables import text
 
+    if options.file:
+        return _check_file(options)
     rows = check_examples(run_of(options), options.decode)
     print(text(rows))
-    return 1 if any(row["bad"] for row in rows) else 0
+    return 2 if any(row["bad"] for row in rows) else 0
+
+
+def _check_file(options: argparse.Namespace) -> int:
+    """Report of one file; with --model its conversations are tokenised as that model is given them. 2 where training would stop."""
+    from mmkit.data.check import check_file
+
+    more: dict[str, Any] = {}
+    if options.model or options.config:
+        from mmkit.notebook.data_view import formatter_of
+
+        run = run_of(options)
+        more = {"formatter": formatter_of(run), "slots": run.model.n_image_tokens, "max_length": run.data.max_length}
+    report = check_file(options.file, options.images, options.format, decode=options.decode, **more)
+    if options.report:
+        Path(options.report).write_text(json.dumps(report.to_json(), indent=1), encoding="utf8")
+    print(report.summary())
+    return 2 if report.would_fail else 0
 
 
 def _data_shards(options: argparse.Namespace) -> int:
