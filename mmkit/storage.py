@@ -62,7 +62,8 @@ def retried(action: Callable[[], Any], what: str, attempts: int = ATTEMPTS, firs
             raise
         except transient_errors() as error:
             if attempt == attempts:
-                raise Unreachable(f"still failing after {attempts} attempt{'s' * (attempts > 1)} ({type(error).__name__}: {error})") from error
+                times = f"{attempts} attempt{'s' * (attempts > 1)}"
+                raise Unreachable(f"still failing after {times} ({type(error).__name__}: {error})") from error
             pause = wait * 2 ** (attempt - 1) * (1 + random.random() / 2)
             log.warning("%s: %s: %s; attempt %d of %d in %.1f s", what, type(error).__name__, error, attempt + 1, attempts, pause)
             time.sleep(pause)
@@ -197,7 +198,8 @@ def fetched(source: str | os.PathLike) -> Path:
     found = retried(lambda: store.fs.find(store.base, detail=True), store.root)
     if not found:
         raise FileNotFoundError(f"{source} holds no files")
-    facts = [(name, info["size"], str(info.get("ETag") or info.get("mtime") or info.get("created"))) for name, info in sorted(found.items())]
+    marks = {name: str(info.get("ETag") or info.get("mtime") or info.get("created")) for name, info in found.items()}
+    facts = sorted((name, info["size"], marks[name]) for name, info in found.items())
     place = cache_root() / "remote" / hashlib.sha256(store.root.encode()).hexdigest()[:16]
     version = place / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     if not version.is_dir():

@@ -49,8 +49,8 @@ class TarMember:
 
 
 def expand(path: str) -> list[str]:
-    """The shards a path stands for, in order: a brace pattern, a folder (its ``*.tar``; of a URL one that ends with /), one file, or several
-    of these joined by ``::``."""
+    """The shards a path stands for, in order: a brace pattern, a folder (its ``*.tar``; a URL that ends with / is one), one file, or
+    several of these joined by ``::``."""
     urls = [url for part in path.split("::") for url in _expand_one(part.strip())]
     if len(set(urls)) < len(urls):
         raise ConfigError(f"{path}: shard {max(urls, key=urls.count)} is listed more than once")

@@ -13,7 +13,8 @@ from mmkit.sharding.deepspeed_folder import Universal, convert, step_folder
 from mmkit.training.checkpoint import CheckpointError
 
 if TYPE_CHECKING:
-    from mmkit.training.assemble import TrainState
+    from mmkit.storage import is_remote
+from mmkit.training.assemble import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ def restore_foreign(state: TrainState, path: str) -> None:
     All processes; the main one joins the ranks' files below the run folder meanwhile. CheckpointError where parameters of this run are not
     in it, or it trained others.
     """
-    work = Path(state.run.folder, "imported.tmp")
+    work = Path(path if is_remote(state.run.folder) else state.run.folder, "imported.tmp")
     if state.backend.is_main:
         shutil.rmtree(work, ignore_errors=True)
         convert(path, work)
