@@ -7,6 +7,8 @@ with one caption a line). A missing shard count, a missing shard or another numb
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ import fsspec
 import torch
 from torch import Tensor
 
-from mmkit.config import DataConfig, SourceConfig
+from mmkit.config import ConfigError, DataConfig, SourceConfig, nearest
 from mmkit.data.images import open_image
 from mmkit.data.shards import ShardSource, open_shards
 from mmkit.evaluation import collections, retrieval, zero_shot
@@ -22,9 +24,11 @@ from mmkit.evaluation.zero_shot import Share
 from mmkit.storage import Store
 
 if TYPE_CHECKING:
+    from mmkit.evaluation.runner import Result
     from mmkit.evaluation.tasks.clip_demo import Towers
 
 RECALLS = (1, 5, 10)
+MAIN = ("acc1", "mean_average_precision", "image_retrieval_recall@5")  # the first of them that a set has
 
 
 class TarSet(Sequence):
@@ -111,9 +115,60 @@ def score_all(names: str | Iterable[str], root: str, towers: Towers, output: str
     return found
 
 
+def check_names(names: Iterable[str], present: bool = True) -> None:
+    """ConfigError for a name that is neither a demo task nor a set or collection, or (``present``) a set that is not on the disk."""
+    from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS
+
+    for name in names:
+        known = (*CLIP_TASKS, *collections.COLLECTIONS, *collections.tasks())
+        if name not in known:
+            groups = ", ".join((*CLIP_TASKS, *collections.COLLECTIONS))
+            raise ConfigError(f"no task {name!r}{nearest(name, known)}; tasks are {groups} and the sets of these collections")
+        for member in () if name in CLIP_TASKS or not present else collections.members(name):
+            folder = folder_of(member, data_root())
+            if Store(folder).size("test/nshards.txt") is None:
+                raise ConfigError(f"task {name!r}: no set at {folder}; put clip-benchmark's tar set there, or set MMKIT_EVAL_DATA to where it is")
+
+
+def data_root() -> str:
+    """The folder or URL that holds ``wds_NAME`` folders."""
+    return os.environ.get("MMKIT_EVAL_DATA", "data/eval")
+
+
+def results_of(names: Iterable[str], towers: Towers, *, batch: int = 64, share: Share = Share(), limit: int | None = None) -> list[Result]:
+    """Demo tasks, and sets or collections under `data_root` beside the two public ViT-L/14. All processes call this."""
+    from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS
+
+    found = []
+    for name in names:
+        if name in CLIP_TASKS:
+            found.append(CLIP_TASKS[name](towers, batch=batch, share=share, limit=limit))
+        elif limit is not None:
+            raise ConfigError(f"evaluation.limit = {limit}: set {name!r} is scored whole or not at all; remove the limit")
+        else:
+            found += [_result(member, towers, batch, share) for member in collections.members(name)]
+    return found
+
+
+def _result(name: str, towers: Towers, batch: int, share: Share) -> Result:
+    from mmkit.evaluation.runner import Result, versions
+    from mmkit.evaluation.task import hash_of
+
+    begun, task = time.perf_counter(), collections.tasks()[name]
+    metrics = score(name, data_root(), towers, model="", pretrained="", batch=batch, share=share)["metrics"]
+    metrics = {key: value for key, value in metrics.items() if value is not None}
+    public = {"laion2b_l14": task.laion2b, "openai_l14": task.openai}
+    spec = {"name": name, "version": 1, "source": "clip-benchmark's tar sets", "split": "test"}
+    return Result(
+        name, spec, hash_of(spec), task.n, next(key for key in MAIN if key in metrics), metrics,
+        controls={key: {"metrics": dict(values), "groups": {}} for key, values in public.items()},
+        seconds=time.perf_counter() - begun, versions=versions(),
+    )  # fmt: skip
+
+
 def during_training(tokenizer: Callable, transforms: Sequence[Callable], names: Sequence[str] = (), batch: int = 64) -> Callable:
-    """An ``on_eval`` of `training.loop.train` that scores offline tasks (all without ``names``) every ``train.eval_every`` steps,
-    shared over processes.
+    """An ``on_eval`` of `training.loop.train` that scores tasks (the demo's without ``names``, else as `results_of`) every
+    ``train.eval_every`` steps, shared over processes.
 
     It calls the wrapped objective, so sharded weights are whole where they are used (U48).
     """
@@ -128,7 +183,7 @@ def during_training(tokenizer: Callable, transforms: Sequence[Callable], names: 
         towers = Towers(encode, tokenizer, transforms[0])
         share = Share(backend.rank, backend.world, backend.all_objects)
         rows = -(-batch // backend.devices) * backend.devices
-        results = [CLIP_TASKS[name](towers, batch=rows, share=share) for name in names or CLIP_TASKS]
+        results = results_of(names or CLIP_TASKS, towers, batch=rows, share=share)
         return {f"{result.task}_{metric}": value for result in results for metric, value in result.metrics.items()}
 
     return scores

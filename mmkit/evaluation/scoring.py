@@ -41,10 +41,11 @@ def evaluate_model(
     """The same for a model at hand; nothing is written."""
     settings = run.evaluation
     if isinstance(config, ClipConfig):
-        from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS, Towers
+        from mmkit.evaluation.clip_sets import results_of
+        from mmkit.evaluation.tasks.clip_demo import Towers
 
         towers = Towers.of(model, tokenizer, transforms)
-        return [find(name, CLIP_TASKS)(towers, batch=settings.batch, share=share, limit=settings.limit) for name in settings.tasks]
+        return results_of(settings.tasks, towers, batch=settings.batch, share=share, limit=settings.limit)
     from mmkit.evaluation.answering import VlmAnswerer
     from mmkit.evaluation.tasks.table import TASKS
 
@@ -57,14 +58,15 @@ def evaluate_model(
 
 def check_tasks(run: RunConfig) -> None:
     """ConfigError for a run without tasks or with one that is not in the table of its kind of model."""
-    from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS
+    from mmkit.evaluation.clip_sets import check_names
     from mmkit.evaluation.tasks.table import TASKS
 
     if not run.evaluation.tasks:
         raise ConfigError(f"evaluation.tasks of {run.preset!r} is empty; name at least one task")
-    table = CLIP_TASKS if isinstance(run.model, ClipConfig) else TASKS
+    if isinstance(run.model, ClipConfig):
+        return check_names(run.evaluation.tasks, present=not run.dry_run)
     for name in run.evaluation.tasks:
-        task = find(name, table)
+        task = find(name, TASKS)
         if isinstance(task, Task):
             task.available()
 

@@ -148,8 +148,20 @@ def _refuse_held_devices(run: RunConfig) -> None:
 def _train_here(run: RunConfig, on_log: Callable[[Record], None] | None) -> bool:
     from mmkit.training.loop import train
 
-    result = train(run, on_log=on_log)
+    on_eval = evaluation_of(run)
+    result = train(run, on_log=on_log, **({"on_eval": on_eval} if on_eval else {}))
     return bool(getattr(result, "stopped", False))
+
+
+def evaluation_of(run: RunConfig) -> Callable | None:
+    """What is measured every ``train.eval_every`` steps: a contrastive run's tasks, or those of the demo where it names none."""
+    if run.model.kind != "clip" or not run.train.eval_every:
+        return None
+    from mmkit.evaluation.clip_sets import check_names, during_training
+    from mmkit.models.build import image_transforms, tokenizer
+
+    check_names(run.evaluation.tasks)
+    return during_training(tokenizer(run.model), image_transforms(run.model), run.evaluation.tasks, run.evaluation.batch)
 
 
 # ---------------------------------------------------------------- a child and its metrics

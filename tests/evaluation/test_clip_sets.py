@@ -11,7 +11,8 @@ from PIL import Image
 
 from mmkit.data.tar_writer import ShardWriter
 from mmkit.evaluation import collections
-from mmkit.evaluation.clip_sets import during_training, open_set, score, score_all
+from mmkit.config import ConfigError
+from mmkit.evaluation.clip_sets import check_names, during_training, open_set, results_of, score, score_all
 from mmkit.evaluation.runner import Result
 from mmkit.evaluation.tasks import clip_demo
 from mmkit.evaluation.tasks.clip_demo import Towers
@@ -115,7 +116,7 @@ def test_every_task_gets_its_own_file(root, tmp_path):
 def test_evaluation_during_training_goes_through_the_wrapped_objective(monkeypatch):
     calls = []
 
-    def task(towers, *, batch, share):
+    def task(towers, *, batch, share, limit=None):
         towers.encode({"image": torch.zeros(batch, 1)})
         return Result("fake", {}, "", 1, "m", {"m": share.rank + 0.5})
 
@@ -127,3 +128,27 @@ def test_evaluation_during_training_goes_through_the_wrapped_objective(monkeypat
     backend = SimpleNamespace(rank=1, world=2, devices=3, all_objects=lambda value: [value], shard=lambda tensors: tensors)
     scores = during_training(None, [None], ["fake"], batch=4)(SimpleNamespace(backend=backend, objective=objective))
     assert scores == {"fake_m": 1.5} and calls == [("encode", 6)]
+
+
+def test_sets_and_collections_are_tasks_beside_what_the_public_models_reached(root, monkeypatch):
+    whole = dict(collections.tasks())
+    for name, n in (("stl10", 9), ("flickr8k", 3)):
+        whole[name] = collections.CollectionTask(name, whole[name].kind, n, whole[name].laion2b, whole[name].openai)
+    monkeypatch.setattr(collections, "tasks", lambda: whole)
+    monkeypatch.setattr(collections, "COLLECTIONS", {"pair": ("stl10", "flickr8k")})
+    monkeypatch.setenv("MMKIT_EVAL_DATA", root)
+    check_names(["pair", "clip_retrieval"])
+    classes, pairs = results_of(["pair"], towers(), batch=2)
+    assert (classes.task, classes.n, classes.score, pairs.main_metric, pairs.score) == ("stl10", 9, 1.0, "image_retrieval_recall@5", 1.0)
+    assert 0.9 < classes.controls["laion2b_l14"]["metrics"]["acc1"] < 1 and classes.metrics.keys() == {"acc1", "mean_per_class_recall"}
+    with pytest.raises(ConfigError, match="whole or not at all"):
+        results_of(["stl10"], towers(), limit=2)
+
+
+def test_a_set_that_is_not_here_is_missed_before_weights_are_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMKIT_EVAL_DATA", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"task 'vtab': no set at .*wds_vtab-caltech101; .*MMKIT_EVAL_DATA"):
+        check_names(["vtab"])
+    check_names(["vtab"], present=False)
+    with pytest.raises(ConfigError, match="no task 'imagenet1'; did you mean 'imagenet1k'"):
+        check_names(["imagenet1"])

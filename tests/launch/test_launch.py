@@ -16,7 +16,7 @@ import pytest
 
 from mmkit.config import ConfigError, load
 from mmkit.launch import launch as launching
-from mmkit.launch.launch import LaunchError, child_command, child_environment, follow, is_worker, launch, read_metrics
+from mmkit.launch.launch import LaunchError, child_command, child_environment, evaluation_of, follow, is_worker, launch, read_metrics
 
 VARIABLES = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "PJRT_DEVICE", "MMKIT_WORKER", "TPU_NAME")
 
@@ -197,3 +197,14 @@ def test_a_worker_trains_in_place_and_passes_the_records_on(tmp_path, monkeypatc
     run = a_run(tmp_path, **{"backend.kind": "torch", "backend.processes": 2})
     launch(run, on_log=print)
     assert called == [(run, print)] and os.environ["MMKIT_WORKER"] == "1"
+
+
+def test_a_contrastive_run_is_scored_while_it_trains(tmp_path):
+    settings = {"root": str(tmp_path), "eval_every": 2, "evaluation.tasks": ["clip_retrieval"], "steps": 2}
+    result = launch(load("clip-vit-l-14-debug", "pretrain", settings))
+    rows = read_metrics(result.folder)
+    assert [any(name.startswith("eval_clip_retrieval") for name in row) for row in rows] == [False, True]
+    assert 0 <= rows[1]["eval_clip_retrieval_image_to_text_R@5"] <= 1
+    with pytest.raises(ConfigError, match="did you mean 'clip_retrieval'"):
+        launch(load("clip-vit-l-14-debug", "pretrain", settings | {"evaluation.tasks": ["clip_retrival"], "name": "other"}))
+    assert evaluation_of(a_run(tmp_path, eval_every=2)) is None
