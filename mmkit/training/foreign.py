@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from mmkit.models.convert.names import ours
 from mmkit.sharding.backend import plain_name
 from mmkit.sharding.deepspeed_folder import Universal, convert, step_folder
+from mmkit.storage import is_remote
 from mmkit.training.checkpoint import CheckpointError
 
 if TYPE_CHECKING:
-    from mmkit.storage import is_remote
-from mmkit.training.assemble import TrainState
+    from mmkit.training.assemble import TrainState
 
 log = logging.getLogger(__name__)
 
