@@ -94,7 +94,7 @@ class VisionLanguageModel(nn.Module):
             return Places.of(batch)
         ids, sizes = batch["input_ids"], batch["image_sizes"]
         slots = match(ids == IMAGE_TOKEN_INDEX, self.present(sizes, batch["image_real"]))
-        shown = visible_slots(sizes, self.config.grid_side, self.config.connector.newline).flatten(1)
+        shown = shown_slots(self.config, sizes).flatten(1)
         real = batch.get("attention_mask", torch.ones_like(ids)).long()
         hide = torch.zeros_like(real[..., None])
         real = real * (1 - put(hide, slots, (~shown).long()[..., None])[..., 0])
@@ -115,7 +115,8 @@ class VisionLanguageModel(nn.Module):
         ids, sizes = batch["input_ids"], batch["image_sizes"]
         embeds = self.language.get_input_embeddings()(ids.clamp(min=0))
         features = self.features(batch)
-        out = self.connector(features, sizes.flatten(0, 1))
+        bordered = sizes if self.config.image_fit == "pad" else torch.ones_like(sizes)  # other fits leave no border to mask
+        out = self.connector(features, bordered.flatten(0, 1))
         n = sizes.shape[1] * out.tokens.shape[1]
         slots = match(ids == IMAGE_TOKEN_INDEX, self.present(sizes, batch["image_real"]))  # (B, I*N)
         embeds = put(embeds, slots, out.tokens.reshape(-1, n, out.tokens.shape[-1]))
@@ -151,7 +152,7 @@ class VisionLanguageModel(nn.Module):
 
     def present(self, sizes: Tensor, real: Tensor) -> Tensor:
         """(B, I, 2), (B, I) -> (B, I*N) bool: slots that the sequence has."""
-        shown = visible_slots(sizes, self.config.grid_side, self.config.connector.newline)
+        shown = shown_slots(self.config, sizes)
         there = shown if self.config.crop_padding else torch.ones_like(shown)
         return (there & real.bool()[..., None]).flatten(1)
 
@@ -201,10 +202,16 @@ def put(x: Tensor, index: Tensor, new: Tensor) -> Tensor:
     return padded.scatter(1, index[..., None].expand(-1, -1, x.shape[-1]), new.to(x.dtype))[:, :-1]
 
 
+def shown_slots(config: VlmConfig, sizes: Tensor) -> Tensor:
+    """(..., 2) sizes -> (..., N) bool: slots that are not border. Only letter-boxed pictures have one, and LLaVA keeps its 576 tokens all."""
+    bordered = config.image_fit == "pad" and (config.connector.newline or config.crop_padding)
+    return visible_slots(sizes if bordered else torch.ones_like(sizes), config.grid_side, config.connector.newline)
+
+
 def check_batch(config: VlmConfig, batch: Mapping[str, Tensor]) -> None:
     """ValueError where image slots or region tokens of a row do not fit its images and regions; reads values, so not for each step."""
     ids, sizes, real = batch["input_ids"], batch["image_sizes"], batch["image_real"].bool()
-    shown = visible_slots(sizes, config.grid_side, config.connector.newline)
+    shown = shown_slots(config, sizes)
     there = shown if config.crop_padding else torch.ones_like(shown)
     _same_counts((ids == IMAGE_TOKEN_INDEX).sum(1), (there & real[..., None]).sum((1, 2)), "image slots (-200)", "the row's images need")
     regions = batch["region_real"].sum(1) if config.regions else torch.zeros(len(ids), dtype=torch.long)

@@ -277,6 +277,21 @@ def test_every_parameter_has_a_component():
     assert found == {"encoders", "connector", "samplers", "regions", "language"}
 
 
+@pytest.mark.parametrize("fit", ["stretch", "square"])
+def test_only_letter_boxed_pictures_have_a_border_to_mask(fit):
+    model = model_of()
+    features = [torch.randn(1, side * side, width, generator=torch.Generator().manual_seed(side)) for side, width in ((4, 12), (8, 10))]
+    wide = {
+        "input_ids": torch.tensor([[-200] * 20 + [5, 6]]), "image_sizes": torch.tensor([[[900, 100]]]), "image_real": torch.tensor([[True]]),
+        **{f"features.{e}": grid[:, None] for e, grid in enumerate(features)},
+    }  # fmt: skip
+    square = wide | {"image_sizes": torch.tensor([[[100, 100]]])}
+    boxed = [model(wide), model(square)]
+    model.config = model.config.model_copy(update={"image_fit": fit})
+    assert not torch.allclose(*boxed)
+    torch.testing.assert_close(model(wide), boxed[1])
+
+
 # ---------------------------------------------------------------- regions
 
 
