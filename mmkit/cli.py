@@ -85,7 +85,7 @@ def _add_run_options(parser: argparse.ArgumentParser, stage: str | None = None) 
     group.add_argument("--steps", type=int, metavar="N", help="optimizer steps (default: the preset's epochs)")
     group.add_argument("--run-dir", metavar="DIR", help="folder that runs are kept in (default: runs)")
     group.add_argument("--name", metavar="NAME", help="name of this run among those of its preset and stage")
-    group.add_argument("--resume", metavar="auto|never|PATH|step-N|epoch-N", help="continue from the newest checkpoint, start anew, or from this one")
+    group.add_argument("--resume", metavar="auto|never|PATH|step-N|epoch-N", help="go on from the newest checkpoint, anew, or from this one")
     group.add_argument("--dry-run", action="store_true", help="build the model without weights, check everything, train nothing")
     parser.set_defaults(fixed_stage=stage)
 
