@@ -1,6 +1,6 @@
-"""Seven techniques that promise memory or speed, each measured as a ratio on one small language model, beside what is claimed for it.
+"""Techniques that promise memory or speed, each measured as a ratio on one small language model, beside what is claimed for it.
 
-    python benchmarks/techniques.py [--out benchmarks/results/techniques.csv] [--processes 2]
+    python benchmarks/techniques.py [--out mmkit/figures/data/measured_techniques.csv] [--processes 2]
 
 Bytes are counted, not sampled: every live tensor's storage once (model, gradients, moments, buffers of the machinery), or every tensor that
 autograd keeps for backward. Times are processor seconds of the fastest of a few steps on this machine's CPU; on an accelerator they will
@@ -118,6 +118,7 @@ def in_child(call: str, processes: int = 0, **arguments) -> dict:
         out = Path(folder, "out.json")
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "USE_TORCH_XLA": "0"}
+        env |= {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed tensors go back to the system, so that peaks are of live memory
         spec = json.dumps({"call": call, "arguments": arguments, "out": str(out)})
         done = subprocess.run([sys.executable, *launcher, __file__, "--child", spec], env=env, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -201,6 +202,36 @@ def init_seconds(fast: bool) -> dict:
     return {"seconds": time.process_time() - start}
 
 
+def loss_peak(chunk: int, vocabulary: int = 131072, positions: int = 1024, width: int = 64) -> dict:
+    """Most memory that loss and backward need beyond weights and gradients, with all logits at once or ``chunk`` positions at a time."""
+    import resource
+
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    from mmkit.training.loss import LanguageObjective
+
+    class Head(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.logits = torch.nn.Linear(width, vocabulary, bias=False)
+
+        def forward(self, batch):
+            return batch["hidden"]
+
+    def step(size: int, n: int) -> None:
+        again = lambda *args: checkpoint(*args, use_reentrant=False)  # noqa: E731
+        places = torch.arange(n)[None]
+        batch = {"hidden": torch.randn(1, n, width, requires_grad=True), "target_positions": places, "targets": places % vocabulary}
+        LanguageObjective(model, size, again)(batch)["loss_sum"].backward()
+
+    model = Head()
+    step(0, 1)  # gradients exist before the measured step
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step(chunk, positions)
+    return {"bytes": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}
+
+
 def measured(processes: int) -> list[dict]:
     """All rows of the table."""
     rows = zero(processes)
@@ -217,6 +248,9 @@ def measured(processes: int) -> list[dict]:
     rows.append(row("lazy data", "time before the first step", "s", "all pictures decoded", eager["seconds"], lazy["seconds"]))
     slow, fast = in_child("init_seconds", fast=False), in_child("init_seconds", fast=True)
     rows.append(row("fast init", "time to build the modules", "s", "random weights", slow["seconds"], fast["seconds"]))
+    whole, parts = in_child("loss_peak", chunk=0), in_child("loss_peak", chunk=64)
+    quantity = "peak of the loss at vocabulary 128k, 1,024 positions, 64 a chunk"
+    rows.append(row("chunked cross-entropy", quantity, "bytes", "all logits at once", whole["bytes"], parts["bytes"]))
     half = in_child("trained", kind=single, precision="bf16")
     rows.append(row("mixed precision", "kept for backward", "bytes", "fp32", plain["kept"], half["kept"]))
     rows.append(row("mixed precision", "time of a step", "s", "fp32", plain["seconds"], half["seconds"]))
@@ -233,7 +267,7 @@ def child(spec: dict) -> None:
 def main() -> None:
     """Measure, print, write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "techniques.csv")
+    parser.add_argument("--out", type=Path, default=ROOT / "mmkit" / "figures" / "data" / "measured_techniques.csv")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -243,6 +277,7 @@ def main() -> None:
     rows = measured(arguments.processes)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with arguments.out.open("w", newline="", encoding="utf8") as file:
+        file.write(f"# Measured by benchmarks/techniques.py --processes {arguments.processes} on CPU cores; one fresh process a number.\n")
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()
         writer.writerows(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from mmkit.config import ConfigError, nearest
-from mmkit.figures import published, scaling
+from mmkit.figures import measured, published, scaling
 from mmkit.figures.drawn import Drawn
 
 FIGURES: dict[str, Callable[[], Drawn]] = {
@@ -16,7 +16,7 @@ FIGURES: dict[str, Callable[[], Drawn]] = {
         published.cambrian_composition, published.cambrian_two_stage, published.cambrian_clip_vs_dinov2, published.cambrian_linear_probe,
         published.cambrian_attention, published.ferret_referring, published.ferret_grounding, published.ferret_pope, published.ferret_bench,
         scaling.scaling_law, scaling.learning_curves, scaling.stability_timeline, scaling.l14_results, scaling.model_profile,
-        scaling.training_speed,
+        scaling.training_speed, measured.techniques,
     )
 }  # fmt: skip
 A_FEW = ("cambrian_benchmarks", "cambrian_encoder_comparison", "cambrian_mixture", "ferret_referring", "scaling_law", "stability_timeline")
