@@ -201,6 +201,8 @@ def run_of(options: argparse.Namespace) -> RunConfig:
     if options.config:
         if options.model or getattr(options, "stage", None):
             raise ConfigError("--config already says which model and stage; leave out --model and --stage")
+        if not Path(options.config).is_file():
+            raise ConfigError(f"no config file {options.config}; a run folder holds one as config.yaml")
         run = load_file(options.config)
         overrides |= backend_settings(options.backend or "", "--backend")
         return changed(run, **{name.replace(".", "__"): value for name, value in overrides.items()}) if overrides else run
@@ -336,7 +338,7 @@ def _check_file(options: argparse.Namespace) -> int:
 
 
 def _data_shards(options: argparse.Namespace) -> int:
-    from mmkit.data.shards import report
+    from mmkit.data.shards import inspect
 
     if options.source:
         from mmkit.config import SourceConfig
@@ -345,8 +347,9 @@ def _data_shards(options: argparse.Namespace) -> int:
 
         pairs = SourceConfig(name="pairs", format=options.format, path=options.source, images=options.images)
         write_examples(open_source(pairs), options.pattern, max_samples=options.samples)
-    print(report(options.pattern))
-    return 0
+    source = inspect(options.pattern)
+    print(source.summary())
+    return 0 if len(source) else 2
 
 
 def _eval(options: argparse.Namespace) -> int:

@@ -189,9 +189,9 @@ def _weights(path: str, given: Sequence[float], resampled: bool) -> list[float]:
     return [weight for part, weight in zip(parts, given, strict=True) for _ in expand(part)]
 
 
-def report(pattern: str, caption: str = "txt", filters: Sequence[FilterRule] = ()) -> str:
-    """What `mmkit data shards` prints: `ShardSource.summary` of a pattern, damage and all."""
-    return ShardSource(pattern, [index_of(url, caption, filters) for url in expand(pattern)]).summary()
+def inspect(pattern: str, caption: str = "txt", filters: Sequence[FilterRule] = ()) -> ShardSource:
+    """The shards of a pattern, damage and all, for `mmkit data shards`; nothing is refused."""
+    return ShardSource(pattern, [index_of(url, caption, filters) for url in expand(pattern)])
 
 
 # ---------------------------------------------------------------- streaming whole shards

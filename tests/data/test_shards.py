@@ -21,7 +21,7 @@ from mmkit.data.example import BadRecord, Example, ImageRef, Turn
 from mmkit.data.images import open_image
 from mmkit.data.loader import loader
 from mmkit.data.mixture import Mixture
-from mmkit.data.shards import ShardSource, check_enough, open_shards, report, shard_order, split, unique_expected
+from mmkit.data.shards import ShardSource, check_enough, inspect, open_shards, shard_order, split, unique_expected
 from mmkit.data.tar_files import ShardError, expand, members, read_range
 from mmkit.data.tar_index import index_of, keeps
 from mmkit.data.tar_writer import ShardWriter, write_examples
@@ -175,7 +175,7 @@ def test_a_truncated_and_an_absent_shard_are_named_and_the_rest_is_read(tmp_path
     assert source.counts["truncated tar"] == 1 and source.counts["absent shard"] == 1
     text = source.summary()
     assert "00001.tar" in text and "00003.tar" in text and "00002.tar" not in text
-    assert report(f"{tmp_path}/{{00000..00003}}.tar").splitlines()[1:] == text.splitlines()[1:]
+    assert inspect(f"{tmp_path}/{{00000..00003}}.tar").summary().splitlines()[1:] == text.splitlines()[1:]
     with pytest.raises(ValueError, match="00003.tar"):
         open_shards(source_config(f"{tmp_path}/{{00000..00003}}.tar"))
 
