@@ -175,11 +175,29 @@ class DeepSpeedBackend(Processes, SingleBackend):
             with self._library.zero.GatheredParameters([p], modifier_rank=0, enabled=self.stage == 3):
                 check_shapes(name, entry, p)
                 p.copy_(entry["param"].to(p.device))
+            if self.stage == 3:
+                self._set_own_part(p, entry)
+                continue
             utils.safe_set_full_fp32_param(p, entry["param"].float().contiguous())
             for moment in MOMENTS:
                 utils.safe_set_full_optimizer_state(p, entry[moment].float().contiguous(), moment)
         for state in self.optimizer.optimizer.state.values():
             state["step"] = torch.full_like(state["step"], float(step))
+
+    def _set_own_part(self, p: Tensor, entry: Entry) -> None:
+        """This rank's part of weight and moments under ZeRO-3, the last ones padded as DeepSpeed pads them.
+
+        DeepSpeed's calls that take the whole tensor cut it without that padding and fail where its size does not divide by the ranks.
+        """
+        length, utils = p.ds_tensor.numel(), self._library.utils
+        parts = {}
+        for key in ("param", *MOMENTS):
+            whole = entry[key].float().flatten()
+            padded = torch.cat([whole, whole.new_zeros(length * self.world - whole.numel())])
+            parts[key] = padded[length * self.rank : length * (self.rank + 1)].to(p.device)
+        utils.safe_set_local_fp32_param(p, parts["param"])
+        for moment in MOMENTS:
+            utils.safe_set_local_optimizer_state(p, parts[moment], moment)
 
     def full_parameters(self, owner: Callable[[int], int] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         """See `Backend.full_parameters`."""
