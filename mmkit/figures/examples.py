@@ -71,9 +71,12 @@ def conversation_text(example: Example) -> str:
 def tokens(encoded: Any, tokenizer: Any, columns: int = 12, name: str = "tokens") -> Drawn:
     """One conversation token by token: green carries loss, grey does not, blue stands for a picture, orange for a region.
 
-    ``encoded`` has ``ids`` and ``trained`` (`data.conversation.Encoded`).
+    ``encoded`` has ``ids`` and ``trained`` (`data.conversation.Encoded`). Of a long conversation a part is shown in which learning begins.
     """
-    ids, trained = np.asarray(encoded.ids)[:MAX_TOKENS], np.asarray(encoded.trained)[:MAX_TOKENS]
+    ids, trained = np.asarray(encoded.ids), np.asarray(encoded.trained)
+    first = int(trained.argmax())  # behind a long system prompt or a picture's slots
+    start = 0 if first < MAX_TOKENS * 3 // 4 else first - MAX_TOKENS // 2
+    ids, trained = ids[start : start + MAX_TOKENS], trained[start : start + MAX_TOKENS]
     table = pd.DataFrame(
         [{"id": int(i), "text": token_text(int(i), tokenizer), "trained": bool(t)} for i, t in zip(ids, trained, strict=True)]
     )
