@@ -22,11 +22,11 @@ def test_a_missing_package_is_named_with_its_pip_command(monkeypatch):
 
 def test_lite0_recognises_what_its_package_was_trained_on():
     import timm
+    from skimage.data import coffee  # a photo of a cup of espresso
 
     model = timm.create_model("tf_efficientnet_lite0").eval()
     model.load_state_dict(encoder_state("lite0"))
-    skimage = pytest.importorskip("skimage.data")  # a photo of a cup of espresso
-    image = torch.from_numpy(skimage.coffee()).permute(2, 0, 1)[None].float() / 255
+    image = torch.from_numpy(coffee()).permute(2, 0, 1)[None].float() / 255
     image = torch.nn.functional.interpolate(image[..., 100:500], size=(224, 224), mode="bilinear")
     probabilities = model((image - 0.5) / 0.5).softmax(-1)[0]
     assert probabilities.argmax() == 967  # espresso in ImageNet-1k
