@@ -9,6 +9,8 @@ from mmkit.config import RunConfig
 from mmkit.data.conversation import Encoded, Formatter
 from mmkit.data.example import BadRecord, Example
 
+PUBLISHED_LENGTH = 2048  # the originals pad every sample to this many positions (Cambrian-1's and LLaVA's model_max_length)
+
 
 def open_data(run: RunConfig) -> Any:
     """The mixture of a run's sources; ConfigError names a source that is not there and what makes it."""
@@ -74,6 +76,26 @@ def lengths(run: RunConfig, mixture: Any, sample: int = 200) -> dict[str, list[i
             :sample
         ]
     return counted
+
+
+def fill_rows(run: RunConfig, mixture: Any, batches: int = 12, sample: int = 100) -> list[dict[str, Any]]:
+    """Share of positions that hold real tokens, in percent: in this run's rows, and with each conversation padded as the originals do."""
+    from mmkit.data.loader import loader
+    from mmkit.models.build import image_transforms, tokenizer
+
+    if run.model.kind != "vlm":
+        return []
+    settings = {"train": True, "seed": run.seed, "device_batch": run.train.device_batch, "source": mixture}
+    with loader(run.data, run.model, tokenizer(run.model), image_transforms(run.model), **settings) as made:
+        for _ in range(batches):
+            next(made)
+        here = made.fill
+    each = [min(length, PUBLISHED_LENGTH) for found in lengths(run, mixture, sample).values() for length in found]
+    padded = sum(each) / (PUBLISHED_LENGTH * max(len(each), 1))
+    return [
+        {"rows": f"this run's, {batches} batches", "real positions %": round(100 * here, 1)},
+        {"rows": f"one conversation padded to {PUBLISHED_LENGTH}", "real positions %": round(100 * padded, 1)},
+    ]
 
 
 def _named(run: RunConfig, mixture: Any) -> Sequence[tuple[Any, Any]]:
