@@ -113,24 +113,27 @@ def result(task: str, metrics: dict[str, Any], *, model: str, pretrained: str, k
     return {"dataset": task, "model": model, "pretrained": pretrained, "task": kind, "metrics": dict(metrics), "language": language}
 
 
-def clip_benchmark(names: Iterable[str], *, model: str, weights: str, root: str, output: str, batch: int = 64) -> None:
+def clip_benchmark(names: Iterable[str], *, model: str, weights: str, root: str, output: str, batch: int = 64, workers: int = 4) -> None:
     """Runs clip-benchmark itself (optional extra) on an open_clip weights file; one JSON a task at ``output``, which may hold
-    ``{dataset}``. ``root`` is where its datasets lie, likewise. Raises RuntimeError with its last lines when it fails."""
+    ``{dataset}``. ``root`` is where its datasets lie, likewise; each needs at least ``workers`` shards. Raises RuntimeError with its
+    last lines when it fails."""
     program = shutil.which("clip_benchmark")
     if program is None:
         raise ValueError("clip-benchmark is not installed; pip install 'mmkit[clip-benchmark]'")
-    command = clip_benchmark_command(names, model=model, weights=weights, root=root, output=output, batch=batch)
+    command = clip_benchmark_command(names, model=model, weights=weights, root=root, output=output, batch=batch, workers=workers)
     done = subprocess.run([program, *command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
         raise RuntimeError(f"clip_benchmark ended with {done.returncode}:\n" + "\n".join(done.stdout.splitlines()[-20:]))
 
 
-def clip_benchmark_command(names: Iterable[str], *, model: str, weights: str, root: str, output: str, batch: int = 64) -> list[str]:
+def clip_benchmark_command(
+    names: Iterable[str], *, model: str, weights: str, root: str, output: str, batch: int = 64, workers: int = 4
+) -> list[str]:
     """The arguments of `clip_benchmark`: tar datasets (``wds/``) of every task of ``names``."""
     datasets = [f"wds/{name}" for name in members(names)]
     return [
         "eval", "--dataset", *datasets, "--dataset_root", root, "--model", model, "--pretrained", weights,
-        "--output", output, "--batch_size", str(batch), "--recall_k", "1", "5", "10",
+        "--output", output, "--batch_size", str(batch), "--num_workers", str(workers), "--recall_k", "1", "5", "10",
     ]  # fmt: skip
 
 
