@@ -47,6 +47,7 @@ class XlaBackend(HostTalk, SingleBackend):
     """All devices of a mesh as one; `rank` and `world` are hosts."""
 
     name = "xla"
+    _transfers = 0  # programs compiled to move tensors to the host
 
     def _connect(self) -> None:
         if self.precision not in MATMUL:
@@ -244,7 +245,10 @@ class XlaBackend(HostTalk, SingleBackend):
     # ------------------------------------------------------------ state
 
     def _full(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().cpu()  # gathers the parts of all devices; every host takes part
+        begun = self._programs()
+        whole = tensor.detach().cpu()  # gathers the parts of all devices; every host takes part
+        self._transfers += self._programs() - begun  # torch_xla compiles a small program for each transfer of a cut tensor
+        return whole
 
     @torch.no_grad()
     def import_state(self, get: Callable[[str], Entry], step: int) -> None:
@@ -279,7 +283,10 @@ class XlaBackend(HostTalk, SingleBackend):
     # ------------------------------------------------------------ resources
 
     def compiles(self) -> int:
-        """See `Backend.compiles`."""
+        """See `Backend.compiles`; programs of training, without those that only move a saved tensor to the host."""
+        return self._programs() - self._transfers
+
+    def _programs(self) -> int:
         from torch_xla.debug import metrics
 
         data = metrics.metric_data("CompileTime")
