@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mmkit.config import ConfigError, RunConfig
-from mmkit.sharding.backend import Backend
+from mmkit.sharding.backend import Backend, autocast
 from mmkit.training.checkpoint import fingerprint
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,12 @@ def make_loader(run: RunConfig, model: nn.Module, backend: Backend) -> Any:
     source, words = open_mixture(run.data), tokenizer(run.model)
     random_crops = run.model.kind == "clip" and not run.data.cache_features
     transforms = image_transforms(run.model, train=random_crops, augment_scale=run.data.augment_scale)
-    caches = cached_features(run, model, source, transforms, words) if run.data.cache_features else {}
+    caches = {}
+    if run.data.cache_features:
+        with autocast(run.train.precision, feature_device()):  # what the run itself, and its evaluation, would compute
+            caches = cached_features(run, model, source, transforms, words)
+        if run.model.kind == "clip":
+            log.info("data.cache_features: pictures are fitted as in evaluation, not cropped at random; data.augment_scale is not used")
     rows = run.train.device_batch * backend.devices // backend.world
     made = loader(
         run.data, run.model, words, transforms, train=True, seed=run.seed, rank=backend.rank, world=backend.world, device_batch=rows,
@@ -44,18 +49,17 @@ def cached_features(run: RunConfig, model: nn.Module, source, transforms, words)
     from mmkit.data.features import precompute, precompute_texts
 
     model.eval()
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    before = log_progress("features of pictures")
+    device, before = feature_device(), log_progress("features of pictures")
     folder = run.data.cache_dir
     if run.model.kind == "vlm":
-        key = fingerprint(model.encoders)["sha256"] + repr([encoder.model_dump() for encoder in run.model.encoders])
+        key = fingerprint(model.encoders)["sha256"] + repr([encoder.model_dump() for encoder in run.model.encoders]) + run.train.precision
         model.encoders.to(device)
         encode = lambda images: [grid.cpu() for grid in model.encode([pixels.to(device) for pixels in images])]  # noqa: E731
         return {"features": precompute(source, transforms, encode, key, folder=folder, progress=before)}
     if not model.cacheable:
         raise ConfigError("data.cache_features needs a locked tower with a head of its own; lock one (model.lock_image) or turn it off")
     model.to(device)
-    key, made = fingerprint(model)["sha256"], {}
+    key, made = fingerprint(model)["sha256"] + run.train.precision, {}
     if "image" in model.cacheable:
         encode = lambda images: [model({"image": images[0].to(device)}, mode="trunk")["image_features"].cpu()]  # noqa: E731
         made["features"] = precompute(source, transforms, encode, key, folder=folder, progress=before)
@@ -63,6 +67,11 @@ def cached_features(run: RunConfig, model: nn.Module, source, transforms, words)
         encode = lambda ids: model({"text": ids.to(device)}, mode="trunk")["text_features"].cpu()  # noqa: E731
         made["text_features"] = precompute_texts(source, words, encode, key, folder=folder)
     return made
+
+
+def feature_device() -> torch.device:
+    """Where features are computed: the accelerator, if there is one."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 
 
 def log_progress(what: str, every: float = 10.0) -> Callable[[int, int], None]:
