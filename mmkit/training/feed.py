@@ -19,11 +19,10 @@ log = logging.getLogger(__name__)
 
 def make_loader(run: RunConfig, model: nn.Module, backend: Backend) -> Any:
     """The training data, cut for this process, with cached features where the run wants them."""
-    from mmkit.data.loader import loader
-    from mmkit.data.readers import open_mixture
+    from mmkit.data.loader import loader, training_source
     from mmkit.models.build import image_transforms, tokenizer
 
-    source, words = open_mixture(run.data), tokenizer(run.model)
+    source, words = training_source(run.data, run.model), tokenizer(run.model)
     random_crops = run.model.kind == "clip" and not run.data.cache_features
     transforms = image_transforms(run.model, train=random_crops, augment_scale=run.data.augment_scale)
     caches = {}

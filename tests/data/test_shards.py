@@ -21,7 +21,7 @@ from mmkit.data.example import BadRecord, Example, ImageRef, Turn
 from mmkit.data.images import open_image
 from mmkit.data.loader import loader
 from mmkit.data.mixture import Mixture
-from mmkit.data.shards import ShardSource, check_enough, inspect, open_shards, shard_order, split, unique_expected
+from mmkit.data.shards import ShardSource, inspect, open_shards, unique_expected
 from mmkit.data.tar_files import ShardError, expand, members, read_range
 from mmkit.data.tar_index import index_of, keeps
 from mmkit.data.tar_writer import ShardWriter, write_examples
@@ -292,22 +292,6 @@ def test_shard_weights_change_how_often_a_source_is_drawn(tmp_path):
         open_shards(config, shard_weights=(1, 3))
     with pytest.raises(ConfigError, match="one for each"):
         open_shards(config, DataConfig(resampled=True), shard_weights=(1,))
-
-
-def test_split_after_the_shuffle_covers_every_shard_once():
-    for epoch in (0, 1):
-        order = shard_order(17, seed=3, epoch=epoch)
-        parts = [split(order, rank, 8).tolist() for rank in range(8)]
-        assert sorted(sum(parts, [])) == list(range(17))
-        finer = [split(order, rank, 4, worker, 2).tolist() for rank in range(4) for worker in range(2)]
-        assert sorted(sum(finer, [])) == list(range(17))
-    assert shard_order(17, 3, 0).tolist() != shard_order(17, 3, 1).tolist()
-
-
-def test_fewer_shards_than_readers_is_said_before_anything_starts():
-    with pytest.raises(ConfigError, match="3 shards for 2 processes x 2 workers = 4"):
-        check_enough(3, world=2, workers=2)
-    check_enough(4, world=2, workers=2)
 
 
 # ---------------------------------------------------------------- remote
