@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import glob
 import hashlib
 import json
@@ -17,7 +18,8 @@ from mmkit.cache import atomic_write, cache_root
 from mmkit.config import ConfigError, DataConfig, SourceConfig, nearest
 from mmkit.data.example import BadRecord, Example
 from mmkit.data.jsonl_index import JsonLines
-from mmkit.data.mixture import Mixture, Source
+from mmkit.data.mixture import Mixture, Source, example_length
+from mmkit.data.record_facts import facts
 from mmkit.data.records import example_of, grit_example, images_of, key_of
 
 LARGE_JSON = 1 << 26  # a JSON list beyond this size is rewritten once as JSONL in the cache, so that workers need not hold it
@@ -44,13 +46,16 @@ class RecordSource:
             return ()
 
     def length(self, index: int) -> int:
-        """Words of the example, negative without a picture: the published measure for grouping by length."""
+        """Words of the example; 0 where it cannot be read."""
         try:
-            example = self[index]
+            return example_length(self[index])
         except BadRecord:
             return 0
-        words = sum(len(turn.text.split()) for turn in example.turns)
-        return words if example.images else -words
+
+    @functools.cached_property
+    def facts(self) -> dict[str, np.ndarray]:
+        """``groups`` (`group` as a number) and ``lengths`` of all examples, (n,) int64 each; read once and kept where reading is slow."""
+        return facts(self.records, lambda index: (self.group(index), self.length(index)), f"{type(self).__name__} {self.folder}")
 
     def _record(self, index: int) -> dict[str, Any]:
         record = self.records[index]
