@@ -20,7 +20,7 @@ from mmkit.data.example import BadRecord, Example
 from mmkit.data.jsonl_index import JsonLines
 from mmkit.data.mixture import Mixture, Source, example_length
 from mmkit.data.record_facts import facts
-from mmkit.data.records import example_of, grit_example, images_of, key_of
+from mmkit.data.records import CAPTION_FIELDS, IMAGE_FIELDS, example_of, grit_example, images_of, key_of
 
 LARGE_JSON = 1 << 26  # a JSON list beyond this size is rewritten once as JSONL in the cache, so that workers need not hold it
 
@@ -101,7 +101,7 @@ def records_of(path: str | os.PathLike) -> Sequence[dict[str, Any]]:
         return JsonLines(path)
     if first == b"[":
         return _json_list(path)
-    raise ConfigError(f"data file {path} is neither JSONL (one object a line) nor a JSON list of objects")
+    raise ConfigError(f"data file {path} is neither JSONL (one object a line) nor a JSON list of objects; other formats are {', '.join(READERS)}")
 
 
 def _is_one_object(path: Path) -> bool:
@@ -155,7 +155,13 @@ def open_csv(config: SourceConfig, data: DataConfig) -> RecordSource:
     with open(config.path, newline="", encoding="utf-8-sig") as file:
         header = file.readline()
         file.seek(0)
-        rows = list(csv.DictReader(file, delimiter="\t" if "\t" in header else ","))
+        reader = csv.DictReader(file, delimiter="\t" if "\t" in header else ",")
+        if not set(reader.fieldnames or ()) & {*IMAGE_FIELDS, *CAPTION_FIELDS, "answer"}:
+            raise ConfigError(
+                f"data.sources {config.name!r}: the first line of {config.path} is {header.strip()[:60]!r}; it needs columns, with commas or tabs "
+                f"between them: one of {', '.join(IMAGE_FIELDS)}, and one of {', '.join(CAPTION_FIELDS)} or question and answer"
+            )
+        rows = list(reader)
     return RecordSource(config.name, rows, _folder(config), _stamp(config.path))
 
 

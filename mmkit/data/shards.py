@@ -151,7 +151,16 @@ def check_extensions(name: str, index: ShardIndex, caption: str) -> None:
 
 
 def check_damage(source: ShardSource, max_bad_share: float) -> None:
-    """ValueError where too much is missing. A damaged shard counts for what it lacks of an average one, an absent one for a whole."""
+    """ValueError where too much is missing, or nothing is there."""
+    if (share := damage(source)) > max_bad_share or not len(source):
+        raise ValueError(
+            f"{share:.1%} of the samples are damaged or missing, more than data.max_bad_share {max_bad_share:.1%}:\n"
+            f"{source.summary()}\nRepair or leave out these shards, or raise data.max_bad_share"
+        )
+
+
+def damage(source: ShardSource) -> float:
+    """The share of samples damaged or missing. A damaged shard counts for what it lacks of an average one, an absent one for a whole."""
     sizes = [index.counts["samples"] for index in source.indexes if index.counts["samples"] and not index.message]
     average = sum(sizes) / len(sizes) if sizes else 1.0
     bad = 0.0
@@ -160,11 +169,7 @@ def check_damage(source: ShardSource, max_bad_share: float) -> None:
         whole = index.counts["truncated tar"] + index.counts["absent shard"] + index.counts["unreadable shard"]
         bad += index.bad - whole + lost
     everything = source.counts["samples"] + sum(max(average - i.counts["samples"], 1) for i in source.indexes if i.message)
-    if bad > max_bad_share * everything or not len(source):
-        raise ValueError(
-            f"{bad / max(everything, 1):.1%} of the samples are damaged or missing, more than data.max_bad_share {max_bad_share:.1%}:\n"
-            f"{source.summary()}\nRepair or leave out these shards, or raise data.max_bad_share"
-        )
+    return bad / max(everything, 1)
 
 
 def _weights(path: str, given: Sequence[float], resampled: bool) -> list[float]:

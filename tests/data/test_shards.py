@@ -136,7 +136,9 @@ def test_the_command_writes_shards_from_a_table_and_checks_them(tmp_path, capsys
     (tmp_path / "pairs.csv").write_text("filepath\ttitle\n" + "".join(f"{i}.png\tpicture {i}\n" for i in range(3)))
     options = ["--from", str(tmp_path / "pairs.csv"), "--images", str(tmp_path), "--samples", "2"]
     assert main(["data", "shards", str(tmp_path / "out"), *options]) == 0
-    assert "2 shards, 3 samples found, 3 usable" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "2 shards, 3 samples found, 3 usable" in text and "ready to train" in text
+    assert main(["data", "shards", f"{tmp_path}/out/{{00000..00002}}.tar"]) == 2 and "training would stop" in capsys.readouterr().out
     assert [open_shards(source_config(tmp_path / "out"))[i].caption for i in range(3)] == ["picture 0", "picture 1", "picture 2"]
 
 
