@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from mmkit.config import ClipConfig, ConfigError, DataConfig, ModelConfig
+from mmkit.config import ClipConfig, ConfigError, DataConfig, ModelConfig, SourceConfig
 from mmkit.data.batches import Batch, Problem
 from mmkit.data.building import ClipBuilder, Pictures, Task, VlmBuilder, Watch
 from mmkit.data.conversation import Formatter
-from mmkit.data.mixture import Mixture
+from mmkit.data.mixture import Mixture, Source
 from mmkit.data.planning import ConversationPlan, ExamplePlan
 from mmkit.data.stream import ShardLog, ShardSet, StreamBuilder, StreamPlan, streamed
 
@@ -80,6 +80,19 @@ def training_source(data: DataConfig, model: ModelConfig, train: bool = True) ->
 
     stream = streamed(data) if train and isinstance(model, ClipConfig) and not data.cache_features else None
     return stream or open_mixture(data)
+
+
+def looked_at(config: SourceConfig, data: DataConfig, model: ModelConfig) -> tuple[Source, int]:
+    """One of the run's sources to look into before training, and how many examples it gives: of shards that training will stream the
+    first few, and their part of an epoch. ValueError where there are none."""
+    from mmkit.data.readers import open_source
+
+    stream = streamed(data) if isinstance(model, ClipConfig) and not data.cache_features else None
+    if stream is None:
+        source = open_source(config, data)
+        return source, len(source)
+    stream.check_first()
+    return stream.first(config), stream.share(config)
 
 
 class Loader:

@@ -30,9 +30,9 @@ from mmkit.data.batches import Batch, Problem, Shape
 from mmkit.data.building import ClipBuilder, Task
 from mmkit.data.example import Example
 from mmkit.data.mixture import wanted_counts
-from mmkit.data.shards import check_extensions
+from mmkit.data.shards import ShardSource, check_extensions
 from mmkit.data.tar_files import ShardError, expand
-from mmkit.data.tar_index import FILTERED, ShardIndex, opened_index, remember, remembered
+from mmkit.data.tar_index import FILTERED, ShardIndex, index_of, opened_index, remember, remembered
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +130,18 @@ class ShardSet:
     def size(self, shard: int) -> int | None:
         """Usable samples of a shard that some process of this machine has opened before."""
         return remembered(self.urls[shard], self.caption, self.config(shard).filters)
+
+    def first(self, config: SourceConfig) -> ShardSource:
+        """The first shards of one source by index, for looking at."""
+        number = self.configs.index(config)
+        begin, end = [0, *self.ends.tolist()][number : number + 2]
+        urls = self.urls[begin : min(end, begin + FIRST_SHARDS)]
+        return ShardSource(config.name, [index_of(url, self.caption, config.filters) for url in urls])
+
+    def share(self, config: SourceConfig) -> int:
+        """Samples an epoch is expected to take from one source."""
+        part = np.concatenate([[0], self.bounds])[[0, *self.ends]]
+        return round(float(np.diff(part)[self.configs.index(config)]) * self.samples_per_epoch)
 
     def check_first(self) -> None:
         """ValueError where the first shard that is there holds no usable sample (U21), or none of the first few is there."""

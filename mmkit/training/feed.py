@@ -25,12 +25,7 @@ def make_loader(run: RunConfig, model: nn.Module, backend: Backend) -> Any:
     source, words = training_source(run.data, run.model), tokenizer(run.model)
     random_crops = run.model.kind == "clip" and not run.data.cache_features
     transforms = image_transforms(run.model, train=random_crops, augment_scale=run.data.augment_scale)
-    caches = {}
-    if run.data.cache_features:
-        with autocast(run.train.precision, feature_device()):  # what the run itself, and its evaluation, would compute
-            caches = cached_features(run, model, source, transforms, words)
-        if run.model.kind == "clip":
-            log.info("data.cache_features: pictures are fitted as in evaluation, not cropped at random; data.augment_scale is not used")
+    caches = cached_features(run, model, source, transforms, words) if run.data.cache_features else {}
     rows = run.train.device_batch * backend.devices // backend.world
     made = loader(
         run.data, run.model, words, transforms, train=True, seed=run.seed, rank=backend.rank, world=backend.world, device_batch=rows,
@@ -43,18 +38,31 @@ def make_loader(run: RunConfig, model: nn.Module, backend: Backend) -> Any:
 def cached_features(run: RunConfig, model: nn.Module, source, transforms, words) -> dict[str, Any]:
     """``features`` (and ``text_features``) for the loader: what the frozen towers give for this data, computed now where it is missing.
 
-    ConfigError where nothing is frozen that could be kept.
+    They are computed in the run's precision, as the run itself and its evaluation would. ConfigError where nothing is frozen that
+    could be kept.
     """
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    model.eval()
+    with autocast(run.train.precision, device):
+        if run.model.kind == "vlm":
+            return _encoder_features(run, model, source, transforms, device)
+        log.info("data.cache_features: pictures are fitted as in evaluation, not cropped at random; data.augment_scale is not used")
+        return _tower_features(run, model, source, transforms, words, device)
+
+
+def _encoder_features(run: RunConfig, model: nn.Module, source, transforms, device: torch.device) -> dict[str, Any]:
+    from mmkit.data.features import precompute
+
+    key = fingerprint(model.encoders)["sha256"] + repr([encoder.model_dump() for encoder in run.model.encoders]) + run.train.precision
+    model.encoders.to(device)
+    encode = lambda images: [grid.cpu() for grid in model.encode([pixels.to(device) for pixels in images])]  # noqa: E731
+    return {"features": precompute(source, transforms, encode, key, folder=run.data.cache_dir, progress=log_progress("features of pictures"))}
+
+
+def _tower_features(run: RunConfig, model: nn.Module, source, transforms, words, device: torch.device) -> dict[str, Any]:
     from mmkit.data.features import precompute, precompute_texts
 
-    model.eval()
-    device, before = feature_device(), log_progress("features of pictures")
-    folder = run.data.cache_dir
-    if run.model.kind == "vlm":
-        key = fingerprint(model.encoders)["sha256"] + repr([encoder.model_dump() for encoder in run.model.encoders]) + run.train.precision
-        model.encoders.to(device)
-        encode = lambda images: [grid.cpu() for grid in model.encode([pixels.to(device) for pixels in images])]  # noqa: E731
-        return {"features": precompute(source, transforms, encode, key, folder=folder, progress=before)}
+    folder, before = run.data.cache_dir, log_progress("features of pictures")
     if not model.cacheable:
         raise ConfigError("data.cache_features needs a locked tower with a head of its own; lock one (model.lock_image) or turn it off")
     model.to(device)
@@ -66,11 +74,6 @@ def cached_features(run: RunConfig, model: nn.Module, source, transforms, words)
         encode = lambda ids: model({"text": ids.to(device)}, mode="trunk")["text_features"].cpu()  # noqa: E731
         made["text_features"] = precompute_texts(source, words, encode, key, folder=folder)
     return made
-
-
-def feature_device() -> torch.device:
-    """Where features are computed: the accelerator, if there is one."""
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 
 
 def log_progress(what: str, every: float = 10.0) -> Callable[[int, int], None]:

@@ -18,6 +18,7 @@ from mmkit.data.loader import loader, training_source
 from mmkit.data.mixture import Mixture
 from mmkit.data.stream import ShardLog, ShardSet, check_enough, known_samples, shard_order, split, streamed
 from mmkit.data.tar_writer import ShardWriter
+from mmkit.launch import preflight
 from mmkit.training.loop import train
 from tests.training.tiny_clip import clip_run, shards
 
@@ -347,3 +348,16 @@ def test_a_run_on_a_stream_resumes_to_the_same_losses(tmp_path):
     rest = [json.loads(line) for line in (Path(run.folder) / "metrics.jsonl").read_text().splitlines()]
     assert [(row["loss"], row["grad_norm"]) for row in rest] == [(row["loss"], row["grad_norm"]) for row in whole] and len(rest) == 6
     assert [row["epoch"] for row in rest] == [0] * 5 + [1]
+
+
+def test_what_comes_before_training_looks_at_the_first_shards_alone(tmp_path, opened, monkeypatch):
+    paths = [write(tmp_path / "a", n=300), write(tmp_path / "b", n=100, start=300)]
+    run = clip_run(tmp_path, "", steps=1)
+    run = changed(run, data=data_of(paths, 1_000_000).model_dump(mode="json"))
+    indexed, real = [], streaming.index_of
+    monkeypatch.setattr(streaming, "index_of", lambda url, *rest: indexed.append(url) or real(url, *rest))
+    monkeypatch.setattr("mmkit.data.tar_index.index_of", None)
+    rows, total = preflight.data_rows(run)
+    assert total == 1_000_000 and [row["examples"] for row in rows] == [750_000, 250_000]
+    assert [row["opened"] for row in preflight.check_examples(run, decode=10)] == [10, 10]
+    assert len(set(indexed)) == 16 and len(opened) == 4  # two sources, looked at twice
