@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,12 +10,12 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from mmkit.config import ClipConfig, ConfigError, EncoderConfig, ModelConfig
+from mmkit.config import ClipConfig, ConfigError, EncoderConfig, ModelConfig, VlmConfig
 from mmkit.models import packs
 from mmkit.models.convert.files import locate
-from mmkit.models.encoders import build_encoder, load_encoder, resolution_of, spec_of
+from mmkit.models.encoders import build_encoder, load_encoder, resolution_of, source_readers, spec_of
+from mmkit.models.hollow import Reader, SkipInit, without_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,27 +44,35 @@ def build(config: ModelConfig, device: str | torch.device = "cpu", weights: bool
         return VisionLanguageModel(config, language, encoders)
 
 
+def build_hollow(config: VlmConfig) -> tuple[nn.Module, dict[str, Reader]]:
+    """As `build`, but what source files hold stays on the meta device; and name -> function that reads it, for each of these tensors."""
+    from mmkit.models.language import hollow_language, load_language
+    from mmkit.models.vlm import VisionLanguageModel
+
+    readers, encoders = {}, []
+    for index, settings in enumerate(config.encoders):
+        drawn = settings.weights == "random"
+        with contextlib.nullcontext() if drawn else without_memory():
+            encoders.append(build_encoder(settings))
+        found = {} if drawn else source_readers(encoders[-1], settings)
+        readers |= {f"encoders.{index}.{name}": read for name, read in found.items()}
+    source = config.language.source
+    if source == "random":
+        language, found = load_language(config.language), {}
+    else:
+        language, found = hollow_language(config.language, pack_folder(source) or locate(source))
+    readers |= {f"language.{name}": read for name, read in found.items()}
+    table = language.get_input_embeddings().weight
+    name = next(name for name, value in language.named_parameters() if value is table)
+    return VisionLanguageModel(config, language, encoders, found[name]() if name in found else table), readers
+
+
 def _encoder(config: EncoderConfig, device: str | torch.device, read: bool) -> nn.Module:
     if not read or config.weights == "random":
         return build_encoder(config, device)
     with SkipInit():
         encoder = build_encoder(config, device)
     return load_encoder(encoder, config)
-
-
-class SkipInit(TorchFunctionMode):
-    """While active, random initialisation does nothing: every weight is read from a file afterwards, and 10^9 draws take a minute."""
-
-    NAMES = frozenset(
-        ("normal_", "uniform_", "trunc_normal_", "_no_grad_trunc_normal_", "erfinv_", "kaiming_uniform_", "kaiming_normal_",
-         "xavier_uniform_", "xavier_normal_", "orthogonal_")
-    )  # fmt: skip
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Returns the tensor untouched where ``func`` would fill it with random numbers."""
-        if getattr(func, "__name__", "") in self.NAMES:
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
 
 
 def pack_folder(source: str | None) -> Path | None:
