@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from mmkit.config import ClipConfig, ConfigError, EncoderConfig, ModelConfig, VlmConfig
 from mmkit.models import packs
-from mmkit.models.convert.files import locate
-from mmkit.models.encoders import build_encoder, load_encoder, resolution_of, source_readers, spec_of
+from mmkit.models.convert import files
+from mmkit.models.encoders import build_encoder, load_encoder, resolution_of, source_of, source_readers, spec_of
 from mmkit.models.hollow import Reader, SkipInit, without_memory
 
 if TYPE_CHECKING:
@@ -60,11 +60,28 @@ def build_hollow(config: VlmConfig) -> tuple[nn.Module, dict[str, Reader]]:
     if source == "random":
         language, found = load_language(config.language), {}
     else:
-        language, found = hollow_language(config.language, pack_folder(source) or locate(source))
+        language, found = hollow_language(config.language, pack_folder(source) or files.locate(source))
     readers |= {f"language.{name}": read for name, read in found.items()}
     table = language.get_input_embeddings().weight
     name = next(name for name, value in language.named_parameters() if value is table)
     return VisionLanguageModel(config, language, encoders, found[name]() if name in found else table), readers
+
+
+def units_of(config: VlmConfig) -> dict[str, str | None]:
+    """Parts that have a source of their own, and that source (None: untrained)."""
+    language = config.language.source
+    out = {f"encoders.{index}": source_of(encoder) for index, encoder in enumerate(config.encoders)}
+    return out | {"language": None if language == "random" else language}
+
+
+def unit_readers(config: VlmConfig, unit: str, source: str) -> dict[str, Reader]:
+    """Our name -> function that reads a tensor of part ``unit`` from its ``source``."""
+    if unit == "language":
+        readers = files.readers(pack_folder(source) or files.locate(source))
+    else:
+        settings = config.encoders[int(unit.split(".")[1])]
+        readers = source_readers(build_encoder(settings, "meta"), settings)
+    return {f"{unit}.{name}": read for name, read in readers.items()}
 
 
 def _encoder(config: EncoderConfig, device: str | torch.device, read: bool) -> nn.Module:
@@ -116,7 +133,7 @@ def _tokenizer_from(source: str) -> PreTrainedTokenizerBase:
         raise ConfigError("language.source 'random' brings no tokenizer; set language.tokenizer, e.g. to 'bytes'")
     if source == "bytes":
         return packs.byte_tokenizer()
-    path = pack_folder(source) or locate(source)
+    path = pack_folder(source) or files.locate(source)
     try:
         out = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:

@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from mmkit.cache import atomic_folder
 from mmkit.config import ClipConfig, ConfigError, ModelConfig, VlmConfig
-from mmkit.models.build import build, build_hollow, pack_folder
+from mmkit.models.build import build, build_hollow, unit_readers, units_of
 from mmkit.models.convert import files, llava
-from mmkit.models.encoders import build_encoder, source_of, source_readers
 from mmkit.models.hollow import SkipInit, Stored, base_name, digest_of, same_tensor, without_memory
 from mmkit.models.language import hf_config
 from mmkit.storage import fetched, is_remote
@@ -125,7 +124,7 @@ class _Source:
 def _source_hashes(model: nn.Module, config: VlmConfig) -> dict[str, _Source]:
     """Part name -> its source, for frozen parts whose source can be read now."""
     out = {}
-    for unit, source in _units(config).items():
+    for unit, source in units_of(config).items():
         part = model.get_submodule(unit)
         if source is None or any(p.requires_grad for name, p in part.named_parameters() if ".lora_" not in name):
             continue
@@ -140,25 +139,13 @@ def _source_hashes(model: nn.Module, config: VlmConfig) -> dict[str, _Source]:
     return out
 
 
-def _units(config: VlmConfig) -> dict[str, str | None]:
-    """Parts that have a source of their own, and that source (None: untrained)."""
-    language = config.language.source
-    out = {f"encoders.{index}": source_of(encoder) for index, encoder in enumerate(config.encoders)}
-    return out | {"language": None if language == "random" else language}
-
-
 def _unit_stored(unit: str, source: str, config: VlmConfig) -> dict[str, Stored]:
     """Our name -> tensor of a part, in its source: that of the config, or an earlier export."""
     if (Path(source) / "config.json").is_file() and MARK in json.loads((Path(source) / "config.json").read_text(encoding="utf8")):
         config, content = read_config(source)
         found = stored_tensors(Path(source), config, content, merge=True)
         return {name: one for name, one in found.items() if name.startswith(unit + ".")}
-    if unit == "language":
-        readers = files.readers(pack_folder(source) or files.locate(source))
-    else:
-        settings = config.encoders[int(unit.split(".")[1])]
-        readers = source_readers(build_encoder(settings, "meta"), settings)
-    return {f"{unit}.{name}": Stored(source, read) for name, read in readers.items()}
+    return {name: Stored(source, read) for name, read in unit_readers(config, unit, source).items()}
 
 
 def _version() -> str:
@@ -351,7 +338,7 @@ def hollow(config: ModelConfig, folder: str | Path | None = None) -> tuple[nn.Mo
 
 def _hollow_sources(config: VlmConfig) -> tuple[nn.Module, dict[str, Stored]]:
     model, readers = build_hollow(config)
-    units = _units(config)
+    units = units_of(config)
     return model, {name: Stored(units[next(u for u in units if name.startswith(f"{u}."))], read) for name, read in readers.items()}
 
 

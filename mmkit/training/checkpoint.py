@@ -366,14 +366,16 @@ class Checkpoint:
 
     def require_frozen(self, frozen: Mapping[str, Mapping[str, Any]]) -> None:
         """CheckpointError where it was trained on other frozen weights than ``frozen`` (component -> sources, hash, tensors)."""
+        nothing = {"tensors": {}, "sources": ["nothing"]}
         for component in sorted({*self.manifest["frozen"], *frozen}):
-            there, here = (record.get(component, {"tensors": {}, "sources": ["nothing"]}) for record in (self.manifest["frozen"], frozen))
+            there, here = self.manifest["frozen"].get(component, nothing), frozen.get(component, nothing)
             if there.get("sha256") == here.get("sha256"):
                 continue
-            first = next((n for n in {**there["tensors"], **here["tensors"]} if there["tensors"].get(n) != here["tensors"].get(n)), "their order")
+            old, new = there["tensors"], here["tensors"]
+            first = next((name for name in {**old, **new} if old.get(name) != new.get(name)), "their order")
             raise CheckpointError(
-                f"{self.path} was trained on other frozen weights of component {component!r} ({', '.join(there['sources'])}) than this run has "
-                f"({', '.join(here['sources'])}), first {first!r}; start from the same export and sources, or use resume=never"
+                f"{self.path} was trained on other frozen weights of component {component!r} ({', '.join(there['sources'])}) than this run "
+                f"has ({', '.join(here['sources'])}), first {first!r}; start from the same export and sources, or use resume=never"
             )
 
     def get(self, name: str) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from mmkit.storage import Store
 log = logging.getLogger(__name__)
 
 
-HASHERS = 2  # threads of a process that hash tensors
+HASHERS = 4  # threads of a process that hash tensors
 
 
 def build_model(run: RunConfig) -> tuple[nn.Module, dict[str, Stored], Any]:
@@ -98,11 +98,24 @@ def prepare_model(model: nn.Module, run: RunConfig, components, stored: Mapping[
             parameter.data = parameter.data.float()
     if hasattr(model, "lock"):
         model.lock()
+    if run.model.kind == "vlm" and train.bits == 16 and COMPUTE_DTYPE[train.precision]:
+        keep_half(model.language, stored)
     tables["components"] = component_table(model, components)
     if not any(row["trainable"] for row in tables["components"]):
         present = ", ".join(row["component"] for row in tables["components"])
         raise ConfigError(f"train.trainable {list(train.trainable)} trains nothing in this model; its components are {present}")
     return tables
+
+
+def keep_half(language: nn.Module, stored: Mapping[str, Stored]) -> None:
+    """Frozen linear weights whose file is in half precision stay so: autocast makes the same numbers of them as of fp32 copies, which take
+    twice the memory. Embeddings and norms, and what is tied to them, become fp32: hidden states have their type."""
+    others = {id(p) for module in language.modules() if not isinstance(module, nn.Linear) for p in module.parameters(recurse=False)}
+    for path, layer in language.named_modules():
+        one = stored.get(base_name(f"language.{path}.weight"))
+        if isinstance(layer, nn.Linear) and one and layer.weight.is_meta and not layer.weight.requires_grad and id(layer.weight) not in others:
+            kind = one.dtype or one.read().dtype
+            layer.weight.data = layer.weight.data.to(kind if kind in (torch.bfloat16, torch.float16) else torch.float32)
 
 
 def component_table(model: nn.Module, components) -> list[dict]:

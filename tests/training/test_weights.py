@@ -15,6 +15,7 @@ from mmkit.models.build import build
 from mmkit.models.pretrained import hollow
 from mmkit.training.checkpoint import Checkpoint, CheckpointError
 from mmkit.training.loop import train
+from mmkit.training import weights
 from mmkit.training.weights import materialise
 from tests.training.test_processes import by_two
 from tests.training.tiny_run import sourced, tiny_run
@@ -34,7 +35,7 @@ def test_a_hollow_model_once_filled_is_the_model_that_is_built_whole(tmp_path, t
     model, stored = hollow(config)
     empty = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     assert empty <= set(stored) and not any(name.startswith("connector") for name in empty)
-    assert sum(model.state_dict()[name].numel() for name in empty) > 0.95 * sum(p.numel() for part in (model.language, model.encoders) for p in part.parameters())
+    assert {name for name, _ in model.named_parameters() if name.startswith(("language", "encoders"))} <= empty
     materialise(model, stored)
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     for table in ("named_parameters", "named_buffers"):
@@ -69,9 +70,10 @@ def test_a_checkpoint_refers_to_frozen_weights_by_source_and_all_of_their_bytes(
     run = tiny_run(tmp_path, model=tree, steps=1)
     train(run)
     frozen, before = frozen_of(run), Path(run.folder, "checkpoints", "step-00000001", "manifest.json").read_text()
-    assert frozen["language"]["sources"] == [str(tmp_path / "language")] and frozen["encoders"]["sources"] == [str(tmp_path / "encoder.bin")]
+    sources = {component: record["sources"] for component, record in frozen.items()}
+    assert sources == {"language": [str(tmp_path / "language")], "encoders": [str(tmp_path / "encoder.bin")]}
     assert set(frozen["language"]["tensors"]) == {f"language.{name}" for name in load_file(path)}
-    assert frozen["language"]["tensors"]["language.model.norm.weight"].startswith("bfloat16:") and "connector" not in frozen
+    assert frozen["language"]["tensors"]["language.model.norm.weight"].startswith("bfloat16:")
     assert json.loads(before)["tensors"]["connector.output.0.weight"]["dtype"] == "float32"
     train(tiny_run(tmp_path, model=tree, steps=2))
     assert frozen_of(run) == frozen
@@ -117,3 +119,26 @@ def test_a_process_never_holds_much_more_than_its_share_of_a_cut_model(tmp_path,
     whole = (tmp_path / "language" / "model.safetensors").stat().st_size
     took = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert whole > 150e6 and max(took) < 0.65 * whole, (took, whole)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_frozen_linear_weights_in_half_precision_stay_so_and_change_no_number(tmp_path, monkeypatch, tied):
+    tree = sourced(tmp_path, tie_word_embeddings=tied)
+    settings = {"model": tree, "steps": 2, "lora": LORA, "precision": "bf16"}
+    states = []
+    run = tiny_run(tmp_path, **settings)
+    train(run, on_assemble=states.append)
+    language = states[0].model.language
+    halves = {name.removesuffix(".weight").rpartition(".")[2] for name, p in language.named_parameters() if p.dtype == torch.bfloat16}
+    assert halves == {"base_layer", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"} | (set() if tied else {"lm_head"})
+    assert all(p.dtype == torch.float32 for p in states[0].model.parameters() if p.requires_grad)
+    monkeypatch.setattr(weights, "keep_half", lambda *_: None)
+    wide = tiny_run(tmp_path, **settings, name="wide")
+    train(wide)
+    rows = [[json.loads(line)["loss"] for line in Path(one.folder, "metrics.jsonl").read_text().splitlines()] for one in (run, wide)]
+    assert rows[0] == rows[1] and len(rows[0]) == 2
+    monkeypatch.undo()
+    resumed = train(tiny_run(tmp_path, **settings | {"precision": "fp32", "steps": 3}))  # the file is what counts, not the type in memory
+    assert resumed.steps == 3
+    references = json.loads(Path(resumed.export, "config.json").read_text())["references"]
+    assert "language.model.layers.0.mlp.up_proj.weight" in references["language"]["tensors"]

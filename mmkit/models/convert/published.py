@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from mmkit.config import ClipConfig, EncoderConfig, ModelConfig, VlmConfig
-from mmkit.models.build import build
+from mmkit.models.build import SkipInit, build
 from mmkit.models.convert import cambrian, ferret, files, llava, names, openclip
 from mmkit.models.convert.config import system_of, vlm_config
 from mmkit.models.encoders import load_encoder
-from mmkit.models.hollow import SkipInit
 
 KINDS = ("full", "delta", "lora", "projector", "shards", "openclip")
 PROJECTOR_FILES = ("mm_projector.bin", "region_geo_sampler.bin", "region_fea_adapter.bin")
