@@ -12,13 +12,12 @@ from torch import nn
 
 from mmkit.config import ConfigError, RunConfig
 from mmkit.sharding.backend import Backend
-from mmkit.training.checkpoint import fingerprint
 
 log = logging.getLogger(__name__)
 
 
-def make_loader(run: RunConfig, model: nn.Module, backend: Backend) -> Any:
-    """The training data, cut for this process, with cached features where the run wants them."""
+def make_loader(run: RunConfig, model: nn.Module, backend: Backend, frozen: dict[str, Any]) -> Any:
+    """The training data, cut for this process, with cached features where the run wants them; ``frozen`` as of `frozen_record`."""
     from mmkit.data.loader import loader
     from mmkit.data.readers import open_mixture
     from mmkit.models.build import image_transforms, tokenizer
@@ -26,7 +25,7 @@ def make_loader(run: RunConfig, model: nn.Module, backend: Backend) -> Any:
     source, words = open_mixture(run.data), tokenizer(run.model)
     random_crops = run.model.kind == "clip" and not run.data.cache_features
     transforms = image_transforms(run.model, train=random_crops, augment_scale=run.data.augment_scale)
-    caches = cached_features(run, model, source, transforms, words) if run.data.cache_features else {}
+    caches = cached_features(run, model, source, transforms, words, frozen) if run.data.cache_features else {}
     rows = run.train.device_batch * backend.devices // backend.world
     made = loader(
         run.data, run.model, words, transforms, train=True, seed=run.seed, rank=backend.rank, world=backend.world, device_batch=rows,
@@ -36,7 +35,7 @@ def make_loader(run: RunConfig, model: nn.Module, backend: Backend) -> Any:
     return made
 
 
-def cached_features(run: RunConfig, model: nn.Module, source, transforms, words) -> dict[str, Any]:
+def cached_features(run: RunConfig, model: nn.Module, source, transforms, words, frozen) -> dict[str, Any]:
     """``features`` (and ``text_features``) for the loader: what the frozen towers give for this data, computed now where it is missing.
 
     ConfigError where nothing is frozen that could be kept.
@@ -48,14 +47,14 @@ def cached_features(run: RunConfig, model: nn.Module, source, transforms, words)
     before = log_progress("features of pictures")
     folder = run.data.cache_dir
     if run.model.kind == "vlm":
-        key = fingerprint(model.encoders)["sha256"] + repr([encoder.model_dump() for encoder in run.model.encoders])
+        key = frozen["encoders"]["sha256"] + repr([encoder.model_dump() for encoder in run.model.encoders])
         model.encoders.to(device)
         encode = lambda images: [grid.cpu() for grid in model.encode([pixels.to(device) for pixels in images])]  # noqa: E731
         return {"features": precompute(source, transforms, encode, key, folder=folder, progress=before)}
     if not model.cacheable:
         raise ConfigError("data.cache_features needs a locked tower with a head of its own; lock one (model.lock_image) or turn it off")
     model.to(device)
-    key, made = fingerprint(model)["sha256"], {}
+    key, made = " ".join(f"{component} {row['sha256']}" for component, row in frozen.items()), {}
     if "image" in model.cacheable:
         encode = lambda images: [model({"image": images[0].to(device)}, mode="trunk")["image_features"].cpu()]  # noqa: E731
         made["features"] = precompute(source, transforms, encode, key, folder=folder, progress=before)

@@ -265,9 +265,9 @@ def test_a_trained_tensor_without_a_gradient_is_an_error_unless_allowed(tmp_path
     real = assemble.build_model
 
     def with_an_unused_weight(run):
-        model, parts = real(run)
+        model, *rest = real(run)
         model.connector.forgotten = torch.nn.Parameter(torch.zeros(3))
-        return model, parts
+        return model, *rest
 
     monkeypatch.setattr(assemble, "build_model", with_an_unused_weight)
     with pytest.raises(ValueError, match=r"1 of \d+ trained tensors got no gradient in the first step: connector\.forgotten\."):

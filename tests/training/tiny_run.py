@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
+from pydantic import TypeAdapter
 
-from mmkit.config import RunConfig, TypeAdapter
+from mmkit.config import LanguageConfig, ModelConfig, RunConfig
 
 ENCODER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 LANGUAGE = {
@@ -39,6 +41,24 @@ def llava_file(folder: Path, n: int = 12) -> Path:
     path = folder / "data.json"
     path.write_text(json.dumps(records), encoding="utf8")
     return path
+
+
+def sourced(folder: Path, kind: torch.dtype = torch.bfloat16, vocabulary: int = 320, **architecture) -> dict:
+    """A model section whose language model (in ``kind``, with ``vocabulary`` rows) and encoder lie in files below ``folder``."""
+    from mmkit.models.encoders import build_encoder
+    from mmkit.models.language import load_language
+
+    settings = MODEL["language"]["architecture"] | architecture
+    torch.manual_seed(7)
+    small = LanguageConfig(source="random", architecture=settings | {"vocab_size": vocabulary})
+    load_language(small).to(kind).save_pretrained(folder / "language")
+    model = json.loads(json.dumps(MODEL))
+    model["language"] |= {"source": str(folder / "language"), "architecture": settings}
+    encoder = TypeAdapter(ModelConfig).validate_python(MODEL).encoders[0]
+    state = {name.removeprefix("trunk."): tensor for name, tensor in build_encoder(encoder).state_dict().items()}
+    torch.save(state, folder / "encoder.bin")
+    model["encoders"][0]["weights"] = str(folder / "encoder.bin")
+    return model
 
 
 def tiny_run(folder: Path, **train) -> RunConfig:
