@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,9 @@ from mmkit.sharding.backend import create
 from mmkit.training import contrastive
 from mmkit.training.accumulate import contrastive_step
 from mmkit.training.contrastive import ContrastiveObjective, check
+from mmkit.training.validation import of_pairs
 
-N = 16  # pairs of the joined batch
+N, PARTIAL = 16, 13  # pairs of the joined batch; of the last batch of held-out pairs
 
 
 class Toy(nn.Module):
@@ -73,6 +75,19 @@ class Spliced:
         return torch.cat(parts)
 
 
+def held_out_loss(config, backend, wrapped, train, micro):
+    """The validation loss of the joined batch and its first `PARTIAL` pairs, this process having its rows of each micro-batch."""
+    whole, numbers, batches = joined_batch(), [*range(N), *range(PARTIAL), *[None] * (N - PARTIAL)], []
+    blank = {name: torch.zeros_like(value[0]) for name, value in whole.items()}
+    for start in range(0, len(numbers), N // micro):
+        mine = numbers[start : start + N // micro][backend.rank :: backend.world]
+        tensors = {name: torch.stack([blank[name] if i is None else value[i] for i in mine]) for name, value in whole.items()}
+        batches.append(SimpleNamespace(tensors=tensors, keys=["" if i is None else f"pair {i}" for i in mine]))
+    run = SimpleNamespace(train=train.model_copy(update={"contrastive": config}))
+    with torch.no_grad():
+        return of_pairs(SimpleNamespace(run=run, backend=backend, objective=wrapped, held_out=batches, accumulation=micro))["eval_loss"]
+
+
 def run(case, backend):
     """Gradients of every parameter and what the loss reported, for one case on one backend."""
     config = ContrastiveConfig(**case["contrastive"])
@@ -83,6 +98,7 @@ def run(case, backend):
     train = TrainConfig(precision="fp32", global_batch=N, device_batch=N // backend.devices // micro)
     factory = lambda named: torch.optim.AdamW(named.values(), lr=1e-3, weight_decay=0.0)
     wrapped = backend.prepare(objective, factory, train=train, accumulation=micro)
+    validation = held_out_loss(config, backend, wrapped, train, micro)
     mine = {name: value.chunk(backend.world)[backend.rank] for name, value in joined_batch().items()}
     parts = [backend.shard({name: value.chunk(micro)[i] for name, value in mine.items()}) for i in range(micro)]
     count = backend.sum_over_devices(torch.tensor(float(len(mine["image"]))))
@@ -97,7 +113,7 @@ def run(case, backend):
     gradients = {name: entry["exp_avg"] / 0.1 for name, entry in backend.export_state()}
     facts = {name: float(out[name]) for name in ("max_logit", "logit_scale", "duplicate_share") if name in out}
     backend.clear()
-    return {"loss": float(loss), "gradients": gradients, **facts}
+    return {"loss": float(loss), "validation": validation, "gradients": gradients, **facts}
 
 
 def main():
