@@ -22,10 +22,10 @@ from mmkit.sharding.backend import Backend, create
 from mmkit.training.checkpoint import Checkpoints
 from mmkit.training.contrastive import ContrastiveObjective
 from mmkit.training.contrastive import check as check_contrastive
-from mmkit.training.feed import make_loader
+from mmkit.training.feed import make_loaders
 from mmkit.training.loss import LanguageObjective
 from mmkit.training.optim import optimizer_factory
-from mmkit.training.schedule import Schedule
+from mmkit.training.schedule import Schedule, watched
 from mmkit.training.stability import StabilityGuard
 from mmkit.training.weights import build_model, frozen_record, materialise, parent_export, prepare_model, reader, start_digests
 
@@ -54,6 +54,7 @@ class TrainState:
     started_from: str | None = None  # the export whose weights it began with
     components: tuple = ()  # the model file's table: name pattern -> component
     blocks: tuple = ()  # names of the classes it is made of
+    held_out: Any = None  # loader of data.validation, where it is measured
     window: list = field(default_factory=list)  # micro-batches of the last step
     reached: list[dict] | None = None  # the gradient report of the first update
     step: int = 0
@@ -84,7 +85,7 @@ def assemble(run: RunConfig) -> TrainState:
     if run.data.cache_features:
         encoders = getattr(model, "encoders", model)
         materialise(encoders, stored, "" if encoders is model else "encoders.")
-    data = make_loader(run, model, backend, frozen)
+    data, held_out = make_loaders(run, model, backend, frozen)
     wrapped = backend.prepare(
         objective, factory, train=run.train, rules=parts.SHARDING, blocks=parts.BLOCKS, accumulation=run.accumulation,
         weights=reader(stored),
@@ -99,10 +100,10 @@ def assemble(run: RunConfig) -> TrainState:
     guard = StabilityGuard(run.train.stability, run.folder, backend.any_device, backend.is_main)
     checkpoints = Checkpoints(f"{run.folder}/checkpoints", run.train.checkpoint, backend)
     return TrainState(
-        run, backend, model, wrapped, data, Schedule(run.train.optimizer, total), guard, checkpoints, total,
+        run, backend, model, wrapped, data, Schedule(run.train.optimizer, total, watched=watched(run.train)), guard, checkpoints, total,
         accumulator(run, wrapped, objective, backend), stored, frozen, trained, tables, started_with,
         started_from=parent_export(run), components=parts.COMPONENTS,
-        blocks=parts.BLOCKS, precisions=[{"step": 0, "precision": run.train.precision}],
+        blocks=parts.BLOCKS, held_out=held_out, precisions=[{"step": 0, "precision": run.train.precision}],
     )  # fmt: skip
 
 

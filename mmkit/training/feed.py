@@ -1,4 +1,4 @@
-"""The training data of a run as batches for this process, with the features of frozen encoders cached where the run wants it."""
+"""The data of a run as batches for this process, with the features of frozen encoders cached where the run wants it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import ConcatDataset
 
 from mmkit.config import ConfigError, RunConfig
 from mmkit.sharding.backend import Backend
@@ -16,23 +17,33 @@ from mmkit.sharding.backend import Backend
 log = logging.getLogger(__name__)
 
 
-def make_loader(run: RunConfig, model: nn.Module, backend: Backend, frozen: dict[str, Any]) -> Any:
-    """The training data, cut for this process, with cached features where the run wants them; ``frozen`` as of `frozen_record`."""
+def make_loaders(run: RunConfig, model: nn.Module, backend: Backend, frozen: dict[str, Any]) -> tuple[Any, Any]:
+    """The training data and the held-out data (None where nothing is measured on any), cut for this process, in batches of one size; ``frozen`` as of
+    `frozen_record`.
+
+    Held-out data come in one pass, in their order, without augmentation; `validation.measure` begins it anew each time.
+    """
     from mmkit.data.loader import loader
-    from mmkit.data.readers import open_mixture
+    from mmkit.data.readers import held_out, open_mixture, open_validation
     from mmkit.models.build import image_transforms, tokenizer
 
-    source, words = open_mixture(run.data), tokenizer(run.model)
+    measured = run.train.eval_every > 0 and len(run.data.validation) > 0
+    source, other, words = open_mixture(run.data), open_validation(run.data) if measured else None, tokenizer(run.model)
     random_crops = run.model.kind == "clip" and not run.data.cache_features
     transforms = image_transforms(run.model, train=random_crops, augment_scale=run.data.augment_scale)
-    caches = cached_features(run, model, source, transforms, words, frozen) if run.data.cache_features else {}
-    rows = run.train.device_batch * backend.devices // backend.world
-    made = loader(
-        run.data, run.model, words, transforms, train=True, seed=run.seed, rank=backend.rank, world=backend.world, device_batch=rows,
-        accumulation=run.accumulation, source=source, **caches,
-    )  # fmt: skip
+    everything = ConcatDataset([source, other]) if measured else source
+    caches = cached_features(run, model, everything, transforms, words, frozen) if run.data.cache_features else {}
+    place = {
+        "seed": run.seed, "rank": backend.rank, "world": backend.world, "accumulation": run.accumulation,
+        "device_batch": run.train.device_batch * backend.devices // backend.world, **caches,
+    }  # fmt: skip
+    made = loader(run.data, run.model, words, transforms, train=True, source=source, **place)
     log.info("%s", made.summary())
-    return made
+    if not measured:
+        return made, None
+    once = loader(held_out(run.data), run.model, words, image_transforms(run.model), train=False, source=other, **place)
+    log.info("held out: %s", once.summary())
+    return made, once
 
 
 def cached_features(run: RunConfig, model: nn.Module, source, transforms, words, frozen) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One run handed from one process to two with FSDP, to two with ZeRO-3: the same lines and the same export as in one go."""
+"""One run handed from one process to two with DDP, FSDP and ZeRO-3: the same lines and the same export as in one go."""
 
 import json
 import os
@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 SETTINGS = {
     "trainable": ["connector", "samplers"], "lora": {"rank": 2, "alpha": 4, "dropout": 0.0, "targets": ["q_proj", "v_proj"]}, "device_batch": 1,
     "loss_chunk": 16, "checkpoint_blocks": True, "optimizer": {"lr": 1e-2, "warmup": 0, "schedule": "constant"},
+    "held_out": 5, "eval_every": 1,  # five samples for two processes: at the end one of them has none
 }  # fmt: skip
 
 
@@ -42,11 +43,13 @@ def test_a_run_that_changes_machinery_twice_is_the_run_in_one_go(tmp_path):
     parts = tmp_path / "parts"
     run = tiny_run(parts, **settings, steps=2)
     train(run)
+    by_two(parts, **settings, steps=3, backend={"kind": "torch", "strategy": "ddp", "processes": 2})
     by_two(parts, **settings, steps=4, backend={"kind": "torch", "strategy": "fsdp", "processes": 2})
     written = Checkpoint(f"{run.folder}/checkpoints/step-00000004")
     assert {entry["file"][:10] for entry in written.manifest["tensors"].values()} == {"rank-00000", "rank-00001"}
     by_two(parts, **settings, steps=6, backend={"kind": "deepspeed", "zero_stage": 3, "processes": 2})
     for one, other in zip(lines(whole), lines(run), strict=True):
+        assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5) and one["eval_accuracy"] == pytest.approx(other["eval_accuracy"])
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5) and one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert (one["step"], one["targets"], one["samples"]) == (other["step"], other["targets"], other["samples"])
     files = [Path(r.folder, "export", name) for name in ("model.safetensors", "adapter/adapter_model.safetensors") for r in (whole, run)]

@@ -61,16 +61,33 @@ def sourced(folder: Path, kind: torch.dtype = torch.bfloat16, vocabulary: int = 
     return model
 
 
+def other_file(folder: Path, n: int) -> Path:
+    """``n`` of the conversations in ``folder``, with other questions, from the last on."""
+    path = folder / f"other-{n}.json"
+    records = json.loads((folder / "data.json").read_text(encoding="utf8"))[::-1][:n]
+    for record in records:
+        record["conversations"][0]["value"] += " And why?"
+    path.write_text(json.dumps(records), encoding="utf8")
+    return path
+
+
 def tiny_run(folder: Path, **train) -> RunConfig:
-    """A pretrain run in ``folder``; ``train`` replaces settings of TrainConfig, and ``stage``, ``resume`` and the like of the run."""
+    """A pretrain run in ``folder``; ``train`` replaces settings of TrainConfig, and ``stage``, ``resume`` and the like of the run.
+
+    ``held_out`` conversations of another file are its validation data; ``pack`` and the like replace settings of DataConfig.
+    """
     folder.mkdir(exist_ok=True)
     data = folder / "data.json"
     if not data.exists():
         llava_file(folder)
     top = {name: train.pop(name) for name in ("stage", "resume", "start_from", "name", "model", "backend", "seed", "data") if name in train}
+    read = {name: train.pop(name) for name in ("pack", "workers") if name in train}
+    if held_out := train.pop("held_out", 0):
+        read["validation"] = [{"name": "other", "format": "llava", "path": str(other_file(folder, held_out)), "images": str(folder)}]
+    made = {"name": "made", "format": "llava", "path": str(data), "images": str(folder)}
     tree = {
         "preset": "test", "stage": "pretrain", "root": str(folder / "runs"), "model": MODEL,
-        "data": {"sources": [{"name": "made", "format": "llava", "path": str(data), "images": str(folder)}], "max_length": 320, "buckets": [256, 320]},
+        "data": {"sources": [made], "max_length": 320, "buckets": [256, 320], **read},
         "train": {
             "trainable": ["connector", "samplers"], "precision": "fp32", "global_batch": 4, "device_batch": 2, "steps": 4,
             "optimizer": {"lr": 1e-3, "warmup": 0, "schedule": "cosine"}, **train,
