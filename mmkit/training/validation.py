@@ -12,7 +12,7 @@ used, count nothing; of the latter the loader tells and stops above ``data.max_b
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,8 +74,8 @@ def places(source: SourceConfig) -> set[tuple[str, str]]:
     from mmkit.data.tar_files import expand
 
     found = expand(source.path) if source.format == "webdataset" else [source.path]
-    files = [str(Path(path).resolve()) if Path(path).exists() else path for path in found]
-    split = source.split if source.format == "pack" or (source.format == "parquet" and not Path(source.path).exists()) else ""
+    files = [os.path.realpath(path) if os.path.exists(path) else path for path in found]
+    split = source.split if source.format == "pack" or (source.format == "parquet" and not os.path.exists(source.path)) else ""
     return {(file, split) for file in files}
 
 
