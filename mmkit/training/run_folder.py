@@ -286,7 +286,7 @@ def open_folder(state: TrainState, first: bool = True) -> MetricsFile | None:
     facts = {
         "tables": state.tables, "backend": {"name": state.backend.name, "world": state.backend.world, "devices": state.backend.devices},
         "data": {"fingerprint": state.loader.state_dict().get("fingerprint"), "summary": state.loader.summary()}, "frozen": state.frozen,
-        "validation": {"fingerprint": state.held_out.state_dict()["fingerprint"], "summary": state.held_out.summary()} if state.held_out else None,
+        "validation": state.held_out and {"fingerprint": state.held_out.plan.mixture.fingerprint, "summary": state.held_out.summary()},
         "history": state.history, "precisions": state.precisions,
     }  # fmt: skip
     store.write("environment.json", json.dumps(environment(**facts), indent=1, default=str).encode())

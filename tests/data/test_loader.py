@@ -422,7 +422,8 @@ def test_a_single_contrastive_pass_has_each_pair_once_and_rows_without_a_key_for
 
 
 def test_rows_without_a_key_need_no_cached_text():
-    texts = SimpleNamespace(shapes=[((3,), torch.float16)], get_text=lambda text: [torch.full((3,), float(text[4:]) + 1, dtype=torch.float16)])
+    get_text = lambda text: [torch.full((3,), float(text[4:]) + 1, dtype=torch.float16)]  # noqa: E731
+    texts = SimpleNamespace(shapes=[((3,), torch.float16)], get_text=get_text)
     batch = next(clip(clip_examples(3), train=False, device_batch=4, text_features=texts))
     assert batch.tensors["text_features"].tolist() == [[1.0] * 3, [2.0] * 3, [3.0] * 3, [0.0] * 3] and batch.n_targets == 3
 
