@@ -138,8 +138,9 @@ def check_metric(metric: str | None, names: Sequence[str]) -> None:
         return
     scored = [member for name in names or CLIP_TASKS for member in ((name,) if name in CLIP_TASKS else collections.members(name))]
     if not any(metric.startswith(f"eval_{task}_") for task in scored):
+        near = nearest(metric, [f"eval_{task}" for task in scored])
         raise ConfigError(
-            f"train.checkpoint.best_metric {metric!r} is of no task of evaluation.tasks{nearest(metric, [f'eval_{task}' for task in scored])}; "
+            f"train.checkpoint.best_metric {metric!r} is of no task of evaluation.tasks{near}; "
             f"they give eval_TASK_METRIC, for {', '.join(scored[:8])}{' ...' if len(scored) > 8 else ''}"
         )
 

@@ -64,7 +64,8 @@ def _metrics(label: str, folder: str | Path) -> pd.DataFrame:
     records = read_metrics(folder)
     if not records:
         raise ConfigError(f"{folder} has no metrics.jsonl yet; train it first (notebooks 02_pretrain and 03_finetune, or mmkit train)")
-    keep = ["step", "loss", "grad_norm", "lr", "targets", "samples", "seconds", *([HELD_OUT] if any(HELD_OUT in record for record in records) else ())]
+    keep = ["step", "loss", "grad_norm", "lr", "targets", "samples", "seconds"]
+    keep += [HELD_OUT] if any(HELD_OUT in record for record in records) else []
     rows = [{key: _number(record.get(key)) for key in keep} for record in records]
     return pd.DataFrame(rows).assign(run=label)
 

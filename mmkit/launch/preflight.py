@@ -233,7 +233,8 @@ def check_examples(run: RunConfig, decode: int = 64) -> list[dict[str, Any]]:
 
     rows = []
     for config, use in sources_of(run):
-        row = {"source": config.name, "use": use, "format": config.format, "path": config.path, "examples": 0, "opened": 0, "bad": 0, "first fault": ""}
+        row = {"source": config.name, "use": use, "format": config.format, "path": config.path}
+        row |= {"examples": 0, "opened": 0, "bad": 0, "first fault": ""}
         try:
             source = open_source(config, run.data)
             row["examples"] = len(source)

@@ -82,7 +82,9 @@ class Progress:
         spent = max(now - self.started, 1e-9)
         parts = [f"{self.label} {self.step}/{self.total} ({100 * self.step // self.total}%)"]
         parts += [
-            f"{name} {self.latest[name]:.4g}" for name in ("loss", "eval_loss", "grad_norm", "lr") if isinstance(self.latest.get(name), (int, float))
+            f"{name} {self.latest[name]:.4g}"
+            for name in ("loss", "eval_loss", "grad_norm", "lr")
+            if isinstance(self.latest.get(name), (int, float))
         ]
         left = spent / self.step * (self.total - self.step) if self.step else math.inf
         parts.append(f"{_clock(spent)} so far" + (f", {_clock(left)} left" if 0 < left < math.inf else ""))
@@ -116,7 +118,7 @@ Points = list[tuple[int, float]]
 
 
 def curve(points: Points, held_out: Points = (), width: int = 560, height: int = 150, most: int = 400) -> str:
-    """The loss so far as an SVG picture of at most ``most`` points, that of held-out data as circles; an empty text before there are two."""
+    """The loss so far as an SVG picture of at most ``most`` points, that of held-out data as circles; empty before there are two."""
     if len(points) < 2:
         return ""
     kept = points[:: math.ceil(len(points) / most)]
@@ -130,7 +132,8 @@ def curve(points: Points, held_out: Points = (), width: int = 560, height: int =
     path = " ".join(",".join(place(*point)) for point in kept)
     circles = "".join('<circle cx="{}" cy="{}" r="3" fill="#d62728"/>'.format(*place(*point)) for point in circled)
     return (
-        f'<svg width="{width}" height="{height}" style="font:11px sans-serif"><polyline points="{path}" fill="none" stroke="#1f77b4"/>{circles}'
+        f'<svg width="{width}" height="{height}" style="font:11px sans-serif"><polyline points="{path}" fill="none" stroke="#1f77b4"/>'
+        f"{circles}"
         f'<text x="0" y="14">{high:.3g}</text><text x="0" y="{height - 18}">{low:.3g}</text>'
         f'<text x="50" y="{height - 4}">step {steps[0]}</text><text x="{width - 70}" y="{height - 4}">step {steps[-1]}</text></svg>'
     )

@@ -279,7 +279,7 @@ def open_folder(state: TrainState, first: bool = True) -> MetricsFile | None:
         "tables": state.tables, "backend": {"name": state.backend.name, "world": state.backend.world, "devices": state.backend.devices},
         "data": {"fingerprint": state.loader.state_dict().get("fingerprint"), "summary": state.loader.summary()},
         "frozen": {name: {key: value for key, value in row.items() if key != "tensors"} for name, row in state.frozen.items()},
-        "validation": {"fingerprint": state.held_out.state_dict()["fingerprint"], "summary": state.held_out.summary()} if state.held_out else None,
+        "validation": state.held_out and {"fingerprint": state.held_out.plan.mixture.fingerprint, "summary": state.held_out.summary()},
         "history": state.history, "precisions": state.precisions,
     }  # fmt: skip
     store.write("environment.json", json.dumps(environment(**facts), indent=1, default=str).encode())

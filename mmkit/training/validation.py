@@ -12,7 +12,7 @@ used, count nothing; of the latter the loader tells and stops above ``data.max_b
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,14 +41,18 @@ def check(run: RunConfig, tasks: bool) -> None:
     name, plateau = watched(train)[0], train.optimizer.schedule == "plateau"
     asks = "train.optimizer.schedule 'plateau'" if plateau else f"train.checkpoint.best_metric {name!r}"
     if best.best_mode == "max" and best.best_metric in (None, VALIDATION_LOSS):
-        raise ConfigError(f"train.checkpoint.best_mode 'max' goes with a best_metric of which more is better, not {best.best_metric!r}; set one, or min")
+        raise ConfigError(
+            f"train.checkpoint.best_mode 'max' goes with a best_metric of which more is better, not {best.best_metric!r}; set one, or min"
+        )
     if plateau and not name.startswith("eval_"):
-        raise ConfigError(f"{asks} watches a validation value, but train.checkpoint.best_metric {name!r} is one of training; name an eval_... one")
+        raise ConfigError(f"{asks} watches validation, but train.checkpoint.best_metric {name!r} is one of training; name an eval_... one")
     asked = plateau or (best.best_metric is not None and name.startswith("eval_"))
     if asked and not train.eval_every:
         raise ConfigError(f"{asks} needs a measurement, but train.eval_every is 0: set it, and data.validation to held-out sources")
     if train.eval_every and not (held_out or tasks):
-        raise ConfigError(f"train.eval_every is {train.eval_every}, but nothing is measured: name held-out sources in data.validation, or use 0")
+        raise ConfigError(
+            f"train.eval_every is {train.eval_every}, but nothing is measured: name held-out sources in data.validation, or use 0"
+        )
     known = MEASURED[run.model.kind] if held_out else ()
     if asked and name not in known and (not tasks or name == VALIDATION_LOSS):
         there = f"measured are {', '.join(known)}" if known else "name held-out sources in data.validation, or another best_metric"
@@ -60,7 +64,9 @@ def check(run: RunConfig, tasks: bool) -> None:
 def check_source(source: SourceConfig, run: RunConfig) -> None:
     """ConfigError for a held-out source that is drawn by shares, or of which a part is trained on as well."""
     if given := next((field for field in ("weight", "multiple") if getattr(source, field) is not None), None):
-        raise ConfigError(f"data.validation {source.name!r} has a {given}, but every held-out sample counts once; remove it (cap takes fewer)")
+        raise ConfigError(
+            f"data.validation {source.name!r} has a {given}, but every held-out sample counts once; remove it (cap takes fewer)"
+        )
     for other in run.data.sources:
         if common := places(source) & places(other):
             raise ConfigError(
@@ -74,8 +80,8 @@ def places(source: SourceConfig) -> set[tuple[str, str]]:
     from mmkit.data.tar_files import expand
 
     found = expand(source.path) if source.format == "webdataset" else [source.path]
-    files = [str(Path(path).resolve()) if Path(path).exists() else path for path in found]
-    split = source.split if source.format == "pack" or (source.format == "parquet" and not Path(source.path).exists()) else ""
+    files = [os.path.realpath(path) if os.path.exists(path) else path for path in found]
+    split = source.split if source.format == "pack" or (source.format == "parquet" and not os.path.exists(source.path)) else ""
     return {(file, split) for file in files}
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -418,6 +419,13 @@ def test_a_single_contrastive_pass_has_each_pair_once_and_rows_without_a_key_for
     for batch in (batch for part in parts for batch in part):
         for row, key in enumerate(batch.keys):
             assert bool(key) == bool(batch.tensors["text"][row].any()) and (key or not batch.tensors["image"][row].any())
+
+
+def test_rows_without_a_key_need_no_cached_text():
+    get_text = lambda text: [torch.full((3,), float(text[4:]) + 1, dtype=torch.float16)]  # noqa: E731
+    texts = SimpleNamespace(shapes=[((3,), torch.float16)], get_text=get_text)
+    batch = next(clip(clip_examples(3), train=False, device_batch=4, text_features=texts))
+    assert batch.tensors["text_features"].tolist() == [[1.0] * 3, [2.0] * 3, [3.0] * 3, [0.0] * 3] and batch.n_targets == 3
 
 
 def test_contrastive_substitutes_are_reported_and_crops_repeat_on_resume():

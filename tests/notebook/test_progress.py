@@ -58,7 +58,8 @@ def test_the_loss_of_held_out_data_is_shown_beside_that_of_training(capsys):
         progress({"step": 1, "loss": 3.0})
         progress({"step": 2, "loss": 2.0, "eval_loss": 2.5})
     assert "loss 2, eval_loss 2.5" in capsys.readouterr().out
-    assert curve(progress.points, progress.held_out).count("<circle") == 1 and '<circle cx="550.0" cy="70.0"' in curve(progress.points, progress.held_out)
+    drawn = curve(progress.points, progress.held_out)
+    assert drawn.count("<circle") == 1 and '<circle cx="550.0" cy="70.0"' in drawn
 
 
 def test_the_curve_is_thinned_and_the_bar_is_bounded():

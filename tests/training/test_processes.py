@@ -49,7 +49,8 @@ def test_a_run_that_changes_machinery_twice_is_the_run_in_one_go(tmp_path):
     assert {entry["file"][:10] for entry in written.manifest["tensors"].values()} == {"rank-00000", "rank-00001"}
     by_two(parts, **settings, steps=6, backend={"kind": "deepspeed", "zero_stage": 3, "processes": 2})
     for one, other in zip(lines(whole), lines(run), strict=True):
-        assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5) and one["eval_accuracy"] == pytest.approx(other["eval_accuracy"])
+        assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
+        assert one["eval_accuracy"] == pytest.approx(other["eval_accuracy"])
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5) and one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert (one["step"], one["targets"], one["samples"]) == (other["step"], other["targets"], other["samples"])
     files = [Path(r.folder, "export", name) for name in ("model.safetensors", "adapter/adapter_model.safetensors") for r in (whole, run)]

@@ -41,7 +41,10 @@ def test_plateau_halves_after_patience_and_an_improvement_resets_it():
     assert watch.scale == 0.5
 
 
-@pytest.mark.parametrize(("mode", "values", "scale"), [("max", (0.2, 0.3, 0.4, 0.5), 1.0), ("max", (0.5, 0.5, 0.4, 0.5), 0.5), ("min", (0.2, 0.3, 0.4, 0.5), 0.5)])
+RISING, STOPPED = (0.2, 0.3, 0.4, 0.5), (0.5, 0.5, 0.4, 0.5)
+
+
+@pytest.mark.parametrize(("mode", "values", "scale"), [("max", RISING, 1.0), ("max", STOPPED, 0.5), ("min", RISING, 0.5)])
 def test_plateau_cuts_on_a_recall_that_stops_rising_and_not_on_one_that_rises(mode, values, scale):
     watch = Plateau()
     for value in values:

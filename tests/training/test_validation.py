@@ -111,7 +111,8 @@ def pair_loss(run, kind):
             part = [pair for pair in pairs[start : start + run.train.global_batch] if pair]
             with torch.no_grad():
                 out = [state.model({"image": image[None], "text": text[None]}) for image, text in part]
-                logits = out[0]["logit_scale"] * torch.cat([o["image_features"] for o in out]) @ torch.cat([o["text_features"] for o in out]).T
+                image, text = (torch.cat([one[f"{tower}_features"] for one in out]) for tower in ("image", "text"))
+                logits = out[0]["logit_scale"] * image @ text.T
             own = torch.arange(len(part))
             if kind == "siglip":
                 bias = float(out[0]["logit_bias"].detach())
@@ -149,12 +150,12 @@ PLATEAU = {"optimizer": {"schedule": "plateau"}}
     ("settings", "message"),
     [
         (PLATEAU, "schedule 'plateau' needs a measurement, but train.eval_every is 0"),
-        ({"checkpoint": {"best_metric": "eval_loss"}, "held_out": 2}, "best_metric 'eval_loss' needs a measurement, but train.eval_every is 0"),
+        ({"checkpoint": {"best_metric": "eval_loss"}, "held_out": 2}, "best_metric 'eval_loss' needs a measurement, but"),
         ({"eval_every": 2}, "train.eval_every is 2, but nothing is measured: name held-out sources in data.validation"),
         ({"eval_every": 2, **PLATEAU}, "nothing is measured"),
         ({"eval_every": 1, "held_out": 2, "checkpoint": {"best_metric": "eval_recall"}}, "measured are eval_loss, eval_accuracy"),
-        ({"eval_every": 1, "held_out": 2, "checkpoint": {"best_metric": "loss"}, **PLATEAU}, "'loss' is one of training; name an eval_... one"),
-        ({"eval_every": 1, "held_out": 2, "checkpoint": {"best_mode": "max"}}, "best_mode 'max' goes with a best_metric of which more is better"),
+        ({"eval_every": 1, "held_out": 2, "checkpoint": {"best_metric": "loss"}, **PLATEAU}, "'loss' is one of training; name an"),
+        ({"eval_every": 1, "held_out": 2, "checkpoint": {"best_mode": "max"}}, "best_mode 'max' goes with a best_metric of which"),
     ],
 )
 def test_watching_what_is_not_measured_is_refused_before_anything_is_read(tmp_path, settings, message):
