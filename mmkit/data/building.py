@@ -258,8 +258,12 @@ class ClipBuilder:
                 problems.append(Problem(key, self.mixture.source_name(index), error.reason, error.message))
                 if not self.train:
                     return nothing
-                index = int(rng.integers(len(self.mixture)))
+                index = self.another(rng)
         raise BadRecord(f"{self.ATTEMPTS} samples in a row cannot be used; the last: {problems[-1].message}", key=problems[-1].key, source=problems[-1].source)
+
+    def another(self, rng: np.random.Generator) -> int:
+        """A substitute for a bad sample."""
+        return int(rng.integers(len(self.mixture)))
 
     def _load(self, index: int, epoch: int) -> tuple[Tensor, Example]:
         self.watch.at(index)

@@ -201,13 +201,13 @@ def data_rows(run: RunConfig) -> tuple[list[dict[str, Any]], int | None]:
 
     In a dry run a missing source is only told; otherwise it is a ConfigError, since the run would fail at its first batch.
     """
-    from mmkit.data.readers import open_source
+    from mmkit.data.loader import looked_at
 
     rows, total = [], 0
     for source, use in sources_of(run):
         row = {"source": source.name, "use": use, "format": source.format, "path": source.path}
         try:
-            examples = len(open_source(source, run.data))
+            _, examples = looked_at(source, run.data, run.model)
         except (ConfigError, OSError, ValueError) as error:
             if not run.dry_run:
                 raise ConfigError(f"{use} source {source.name!r}: {error}") from None
@@ -229,15 +229,14 @@ def check_examples(run: RunConfig, decode: int = 64) -> list[dict[str, Any]]:
     A source that is not here is a row of its own, so that a data notebook can show it; nothing is raised.
     """
     from mmkit.data.images import image_size, open_image
-    from mmkit.data.readers import open_source
+    from mmkit.data.loader import looked_at
 
     rows = []
     for config, use in sources_of(run):
         row = {"source": config.name, "use": use, "format": config.format, "path": config.path}
         row |= {"examples": 0, "opened": 0, "bad": 0, "first fault": ""}
         try:
-            source = open_source(config, run.data)
-            row["examples"] = len(source)
+            source, row["examples"] = looked_at(config, run.data, run.model)
         except (ValueError, OSError) as error:
             rows.append(row | {"bad": 1, "first fault": str(error).splitlines()[0]})
             continue
