@@ -113,7 +113,9 @@ def keep_half(language: nn.Module, stored: Mapping[str, Stored]) -> None:
     others = {id(p) for module in language.modules() if not isinstance(module, nn.Linear) for p in module.parameters(recurse=False)}
     for path, layer in language.named_modules():
         one = stored.get(base_name(f"language.{path}.weight"))
-        if isinstance(layer, nn.Linear) and one and layer.weight.is_meta and not layer.weight.requires_grad and id(layer.weight) not in others:
+        if not (one and isinstance(layer, nn.Linear)) or id(layer.weight) in others:
+            continue
+        if layer.weight.is_meta and not layer.weight.requires_grad:
             kind = one.dtype or one.read().dtype
             layer.weight.data = layer.weight.data.to(kind if kind in (torch.bfloat16, torch.float16) else torch.float32)
 

@@ -142,3 +142,14 @@ def test_frozen_linear_weights_in_half_precision_stay_so_and_change_no_number(tm
     assert resumed.steps == 3
     references = json.loads(Path(resumed.export, "config.json").read_text())["references"]
     assert "language.model.layers.0.mlp.up_proj.weight" in references["language"]["tensors"]
+
+
+def test_cached_features_come_from_encoders_that_were_in_their_files(tmp_path):
+    tree = sourced(tmp_path)
+    plain = tiny_run(tmp_path, model=tree, steps=1)
+    train(plain)
+    data = plain.data.model_dump(mode="json") | {"cache_features": True, "cache_dir": str(tmp_path / "cache")}
+    cached = tiny_run(tmp_path, model=tree, steps=1, data=data, name="cached")
+    train(cached)
+    one, other = (json.loads(Path(run.folder, "metrics.jsonl").read_text()) for run in (plain, cached))
+    assert any((tmp_path / "cache").rglob("*")) and one["loss"] == pytest.approx(other["loss"], rel=1e-3)
