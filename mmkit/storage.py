@@ -3,7 +3,7 @@
 The one place that writes to either. A file appears whole or not at all: locally it is written under another name, flushed and
 renamed; an object store shows an object only when it is complete. Object stores have no rename of folders either: there a folder
 counts as complete once its last file is there, and the caller writes that one last. Dropped connections are tried again with
-growing waits. Where a bucket is and who may use it is fsspec's own configuration (AWS_ENDPOINT_URL, FSSPEC_S3_KEY, ...).
+growing waits. Where a bucket is and who may use it is fsspec's own configuration (AWS_ENDPOINT_URL, FSSPEC_S3_KEY, GOOGLE_APPLICATION_CREDENTIALS, ...).
 """
 
 from __future__ import annotations
@@ -24,11 +24,19 @@ from typing import Any
 import fsspec
 
 from mmkit.cache import atomic_folder, cache_root
+from mmkit.config import ConfigError
 
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 5
 FIRST_WAIT = 0.5  # seconds before the second attempt; doubled each time, with up to half as much at random
+CONNECTION_ERRORS = {
+    "aiohttp": ("ClientError",),
+    "botocore.exceptions": ("BotoCoreError", "ClientError"),
+    "gcsfs.retry": ("HttpError",),
+    "google.auth.exceptions": ("GoogleAuthError",),
+}
+EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}  # protocol -> the extra that installs its package
 
 
 class Unreachable(OSError):
@@ -43,10 +51,19 @@ def is_remote(path: str | os.PathLike) -> bool:
 def transient_errors() -> tuple[type[BaseException], ...]:
     """Errors of a connection, in the libraries that are loaded."""
     kinds: list[type[BaseException]] = [OSError, EOFError, TimeoutError]
-    for module, name in (("aiohttp", "ClientError"), ("botocore.exceptions", "BotoCoreError"), ("botocore.exceptions", "ClientError")):
+    for module, names in CONNECTION_ERRORS.items():
         if module in sys.modules:
-            kinds.append(getattr(sys.modules[module], name))
+            kinds.extend(getattr(sys.modules[module], name) for name in names)
     return tuple(kinds)
+
+
+def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """fsspec's file system for ``url`` and the path in it; ConfigError where there is none or its package is absent."""
+    try:
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        extra = EXTRAS.get(url.split("://")[0])
+        raise ConfigError(f"{url}: {error}" + (f"; pip install 'mmkit[{extra}]'" if extra else "")) from error
 
 
 def retried(action: Callable[[], Any], what: str, attempts: int = ATTEMPTS, first_wait: float | None = None) -> Any:
@@ -76,7 +93,7 @@ class Store:
     def __init__(self, root: str | os.PathLike):
         self.remote = is_remote(root)
         self.root = str(root).rstrip("/") if self.remote else str(Path(str(root).removeprefix("file://")).absolute())
-        self.fs, self.base = fsspec.core.url_to_fs(self.root)
+        self.fs, self.base = file_system(self.root)
 
     def path(self, name: str = "") -> str:
         """The path or URL of ``name`` for people and for other libraries."""

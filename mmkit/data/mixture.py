@@ -198,21 +198,28 @@ def mixture_of(examples: Sequence[Example], name: str = "examples") -> Mixture:
     return Mixture([SourceConfig(name=name, format="llava", path="memory")], [ListSource(examples, name)])
 
 
+def pool(config: SourceConfig, size: int) -> int:
+    """Samples an epoch takes of a source of ``size`` that has no weight: at most its cap, times its multiple."""
+    return round(min(size, config.cap or size) * (config.multiple or 1))
+
+
 def wanted_counts(configs: Sequence[SourceConfig], sizes: Sequence[int], samples_per_epoch: int | None = None) -> list[int]:
     """Samples of each source in one epoch.
 
-    A weight is a share of the mixture; sources without one divide the rest by their (capped) sizes. ConfigError where the shares
-    leave nothing for the rest.
+    A weight is a share of the mixture; sources without one divide the rest by their `pool`. ConfigError where the shares leave
+    nothing for the rest, or a source has a weight and a multiple.
     """
-    pools = [min(size, config.cap or size) for config, size in zip(configs, sizes, strict=True)]
+    if both := [config.name for config in configs if config.weight is not None and config.multiple is not None]:
+        raise ConfigError(f"data.sources: {both[0]!r} has a weight and a multiple, which both say how often it is seen; keep one of them")
+    pools = [pool(config, size) for config, size in zip(configs, sizes, strict=True)]
     total = samples_per_epoch or sum(pools)
     given = sum(config.weight or 0 for config in configs)
-    rest = sum(pool for config, pool in zip(configs, pools, strict=True) if config.weight is None)
+    rest = sum(count for config, count in zip(configs, pools, strict=True) if config.weight is None)
     if rest and given >= 1:
         left = [config.name for config in configs if config.weight is None]
         raise ConfigError(f"data.sources: the given weights add up to {given:g}, which leaves no share for {left[0]!r}; lower them below 1")
     scale = given if not rest else 1.0
-    shares = [(1 - given) * pool / rest if config.weight is None else config.weight / scale for config, pool in zip(configs, pools, strict=True)]
+    shares = [(1 - given) * count / rest if config.weight is None else config.weight / scale for config, count in zip(configs, pools, strict=True)]
     exact = np.array(shares) * total
     counts = np.floor(exact + 1e-9).astype(int)
     for number in np.argsort(counts - exact, kind="stable")[: total - counts.sum()]:  # largest remainders

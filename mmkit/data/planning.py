@@ -75,8 +75,8 @@ class ExamplePlan:
         return self._estimate
 
     def blank(self, last):
-        """What fills the last block of a single pass: ``last`` again (its key tells), since a contrastive batch has no empty rows."""
-        return last
+        """What fills the last block of a single pass: a row that counts nothing."""
+        return None
 
     def _units_a_window(self, epoch: int) -> int:
         order = self.order(epoch)

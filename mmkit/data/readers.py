@@ -89,6 +89,19 @@ def open_mixture(data: DataConfig) -> Mixture:
     return Mixture(data.sources, [open_source(config, data) for config in data.sources], data.samples_per_epoch)
 
 
+def open_validation(data: DataConfig) -> Mixture:
+    """The held-out sources of a run as one, each example of them once; ConfigError as for `open_mixture`."""
+    try:
+        return open_mixture(held_out(data))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("data.sources", "data.validation")) from None
+
+
+def held_out(data: DataConfig) -> DataConfig:
+    """The settings under which ``data.validation`` is read: as training data, but in one pass without repeats."""
+    return data.model_copy(update={"sources": data.validation, "samples_per_epoch": None, "resampled": False})
+
+
 def records_of(path: str | os.PathLike) -> Sequence[dict[str, Any]]:
     """Records of a JSONL file, or of a JSON file that holds a list; ConfigError otherwise."""
     path = Path(path)

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fsspec
-
 from mmkit import storage
 from mmkit.cache import atomic_write, cache_root
 from mmkit.config import ConfigError
@@ -71,7 +69,7 @@ def _expand_one(part: str) -> list[str]:
 
 def _in_folder(folder: str) -> list[str]:
     if is_remote(folder):
-        system, inner = fsspec.core.url_to_fs(folder)
+        system, inner = storage.file_system(folder)
         found = retried(lambda: system.glob(f"{inner.rstrip('/')}/*.tar"), folder)
         found = sorted(system.unstrip_protocol(name) for name in found)
     else:
@@ -153,7 +151,7 @@ def stamp(url: str) -> str:
 
 
 def _info(url: str) -> dict[str, Any]:
-    system, inner = fsspec.core.url_to_fs(url)
+    system, inner = storage.file_system(url)
     system.invalidate_cache()
     return system.info(inner)
 
@@ -167,7 +165,7 @@ def read_range(url: str, offset: int, size: int, attempts: int = storage.ATTEMPT
 
 
 def _fetch(url: str, offset: int, size: int) -> bytes:
-    system, inner = fsspec.core.url_to_fs(url)
+    system, inner = storage.file_system(url)
     data = system.cat_file(inner, start=offset, end=offset + size)
     if len(data) < size and system.size(inner) >= offset + size:
         raise OSError(f"connection closed after {len(data)} of {size} bytes")

@@ -1,4 +1,4 @@
-"""Shards in a bucket: an S3 server on loopback, and a connection that breaks in the middle of a read."""
+"""Shards in a bucket: servers of s3:// and gs:// on loopback, and a connection that breaks in the middle of a read."""
 
 import io
 
@@ -12,19 +12,21 @@ from mmkit.data.example import BadRecord
 from mmkit.data.loader import loader
 from mmkit.data.shards import open_shards
 from mmkit.data.tar_writer import ShardWriter
-from tests.bucket import BUCKET, serving, use
+from tests.bucket import on_each_store, serving, use
+
+pytestmark = on_each_store
 
 
 @pytest.fixture(scope="module")
-def proxy():
-    with serving() as made:
+def proxy(request):
+    with serving(request.param) as made:
         yield made
 
 
 @pytest.fixture
 def bucket(proxy, tmp_path, monkeypatch):
     use(proxy, tmp_path / "cache", monkeypatch)
-    yield f"{BUCKET}/train"
+    yield f"{proxy.url}/train"
     proxy.cuts = 0
 
 
