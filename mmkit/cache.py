@@ -8,6 +8,8 @@ processes at once never leave half a folder under the final name.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import os
 import shutil
 import tempfile
@@ -18,6 +20,16 @@ from pathlib import Path
 def cache_root() -> Path:
     """The cache folder: ``$MMKIT_CACHE``, else ``~/.cache/mmkit``. Not created here."""
     return Path(os.environ.get("MMKIT_CACHE") or Path.home() / ".cache" / "mmkit").expanduser()
+
+
+@contextlib.contextmanager
+def alone(what: str | os.PathLike) -> Iterator[None]:
+    """One process of this machine at a time for each ``what``; the lock ends with the process that holds it."""
+    folder = cache_root() / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / hashlib.sha256(str(what).encode()).hexdigest()[:24]).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager

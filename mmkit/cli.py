@@ -338,7 +338,8 @@ def _check_file(options: argparse.Namespace) -> int:
 
 
 def _data_shards(options: argparse.Namespace) -> int:
-    from mmkit.data.shards import inspect
+    from mmkit.config import DataConfig
+    from mmkit.data.shards import damage, inspect
 
     if options.source:
         from mmkit.config import SourceConfig
@@ -348,8 +349,9 @@ def _data_shards(options: argparse.Namespace) -> int:
         pairs = SourceConfig(name="pairs", format=options.format, path=options.source, images=options.images)
         write_examples(open_source(pairs), options.pattern, max_samples=options.samples)
     source = inspect(options.pattern)
-    print(source.summary())
-    return 0 if len(source) else 2
+    fails = damage(source) > DataConfig().max_bad_share or not len(source)
+    print(f"{source.summary()}\n{'training would stop' if fails else 'ready to train'}")
+    return 2 if fails else 0
 
 
 def _eval(options: argparse.Namespace) -> int:

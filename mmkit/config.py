@@ -183,6 +183,7 @@ class DataConfig(Settings):
     """Where examples come from and how they become batches."""
 
     sources: tuple[SourceConfig, ...] = ()
+    validation: tuple[SourceConfig, ...] = ()  # held-out sources of eval_loss, read whole every train.eval_every steps
     max_length: int = Field(2048, gt=0)  # tokens of one row, image slots included
     buckets: tuple[int, ...] = ()  # static row lengths; empty = only max_length
     max_images: int = Field(1, ge=1)  # image places of one row
@@ -247,7 +248,7 @@ class CheckpointConfig(Settings):
     save_samples: int = Field(0, ge=0)  # the same, counted in rows of the global batch
     keep_last: int = Field(3, ge=1)
     keep_every: int = Field(0, ge=0)
-    best_metric: str | None = None
+    best_metric: str | None = None  # the value of metrics.jsonl that decides the best checkpoint and a plateau; None = no best, eval_loss
     best_mode: Literal["min", "max"] = "min"
     background: bool = False  # copy to host, write while training goes on
     on_disk_full: Literal["stop", "continue"] = "stop"
@@ -282,7 +283,7 @@ class TrainConfig(Settings):
     checkpoint_blocks: bool = False  # recompute activations block by block
     loss_chunk: int = Field(0, ge=0)  # positions per lm_head call; 0 = all supervised positions at once
     log_every: int = Field(1, ge=1)
-    eval_every: int = Field(0, ge=0)
+    eval_every: int = Field(0, ge=0)  # steps between measurements of data.validation and evaluation.tasks; 0 = never
     allow_no_grad: tuple[str, ...] = ()  # patterns of trainable tensors that may stay without a gradient
     contrastive: ContrastiveConfig = ContrastiveConfig()
     stability: StabilityConfig = StabilityConfig()
@@ -494,6 +495,5 @@ def _explain(problem: dict, source: str) -> str:
     if problem["type"] == "extra_forbidden":
         leaf = path.rsplit(".", 1)[-1]
         return f"no setting {path!r} (from {source}){nearest(leaf, {name.rsplit('.', 1)[-1] for name in setting_names()})}"
-    message = problem["msg"].removeprefix("Value error, ")
     shown = "" if isinstance(problem["input"], dict) else f" = {problem['input']!r}"
-    return f"{path or 'run'}{shown} (from {source}): {message}"
+    return f"{path or 'run'}{shown} (from {source}): {problem['msg'].removeprefix('Value error, ')}"

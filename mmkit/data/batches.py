@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,12 +26,13 @@ N_TARGETS = 16  # least number of target places
 
 @dataclass(frozen=True)
 class Problem:
-    """One example that could not be used."""
+    """One example that could not be used, or ``count`` of a shard for the same reason."""
 
     key: str
     source: str
     reason: str
     message: str
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Batch:
     duplicates: float = 0.0  # contrastive: share of rows whose caption stands in this batch more than once
     sources: dict[str, int] = field(default_factory=dict)  # samples of each source
     examined: int = 0  # examples looked at since the batch before, usable or not
+    shards: tuple[dict[str, Any], ...] = ()  # opened for this batch: `ShardIndex.row` and the source's name
 
 
 @dataclass(frozen=True)

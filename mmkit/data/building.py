@@ -1,7 +1,8 @@
 """From planned rows to batches: opens pictures, samples region points, tokenises captions. Runs in worker processes.
 
 A picture that does not decode takes its conversation out of the row (the row stays, the loss loses nothing else); in contrastive
-batches, where an empty row would be a wrong negative, another sample takes its place. Both are reported with the batch.
+training, where an empty row would be a wrong negative, another sample takes its place. Both are reported with the batch. A single pass
+has every sample once: what cannot be used, and what fills the last batch, is a row with an empty key, which counts nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Transform = Callable[[Image.Image], Tensor]
 class Task:
     """One batch to build: rows of this process, the block's static shape, and where the order stands after it.
 
-    ``rows`` hold `Item` tuples, or global example numbers for contrastive models.
+    ``rows`` hold `Item` tuples, or global example numbers (None: a row that counts nothing) for contrastive models.
     """
 
     rows: tuple[Any, ...]
@@ -203,7 +204,7 @@ class VlmBuilder:
 
 
 class ClipBuilder:
-    """Map from `Task` to contrastive `Batch`: one picture and one caption a row."""
+    """Map from `Task` to contrastive `Batch`: one picture and one caption a row, zeros in rows that count nothing."""
 
     ATTEMPTS = 50  # substitutes tried for one bad sample
 
@@ -216,23 +217,27 @@ class ClipBuilder:
         found = [self._sample(index, epoch, problems) for index, epoch in zip(task.rows, task.epochs, strict=True)]
         images = torch.stack([tensor for tensor, _ in found])
         name = "image_features" if self.pictures.stem == "features" else "image"
-        captions = [example.caption for _, example in found]
+        captions = [example.caption if example else "" for _, example in found]
         tensors = {name: images} | self._text(captions, task)
-        counts = Counter(captions)
+        for row in (row for row, (_, example) in enumerate(found) if example is None):
+            tensors["text_features" if "text_features" in tensors else "text"][row] = 0  # no token of it counts in a caption loss either
+        counts = Counter(caption for caption in captions if caption)
         repeated = sum(count for count in counts.values() if count > 1)
-        sources = Counter(self.mixture.source_name(index) for index in task.rows)
-        n = len(found)
-        keys = [example.key for _, example in found]
+        keys = [example.key if example else "" for _, example in found]
+        sources = Counter(self.mixture.source_name(index) for index, key in zip(task.rows, keys, strict=True) if key)
+        n = sum(map(bool, keys))
         n_positions = tensors["text"].numel() if "text" in tensors else n
         return Batch(tensors, keys, n, n, n_positions, n_positions, max(task.epochs), tuple(problems), repeated / max(n, 1), dict(sources), task.examined)
 
     def _text(self, captions: list[str], task: Task) -> dict[str, Tensor]:
         if self.texts is not None:
-            return {"text_features": torch.stack([self.texts.get_text(caption)[0] for caption in captions])}
+            (shape, dtype), *_ = self.texts.shapes
+            blank = torch.zeros(shape, dtype=dtype)
+            return {"text_features": torch.stack([self.texts.get_text(caption)[0] if caption else blank for caption in captions])}
         if getattr(self.tokenizer, "reduction_fn", None):  # cuts long captions at random
             rows = []
             for caption, index, epoch in zip(captions, task.rows, task.epochs, strict=True):
-                with repeatable(rng_of(self.seed, epoch, index, self.train)):
+                with repeatable(rng_of(self.seed, epoch, index or 0, self.train)):
                     rows.append(self.tokenizer([caption]))
             return {"text": torch.cat(rows)}
         tokens = self.tokenizer(captions)
@@ -240,7 +245,10 @@ class ClipBuilder:
             return {"text": tokens}
         return {"text": tokens["input_ids"]} | ({"text_mask": tokens["attention_mask"]} if "attention_mask" in tokens else {})
 
-    def _sample(self, index: int, epoch: int, problems: list[Problem]) -> tuple[Tensor, Example]:
+    def _sample(self, index: int | None, epoch: int, problems: list[Problem]) -> tuple[Tensor, Example | None]:
+        nothing = torch.zeros_like(self.pictures.blanks[0]), None
+        if index is None:
+            return nothing
         rng = rng_of(self.seed, epoch, index, self.train)
         for _ in range(self.ATTEMPTS):
             try:
@@ -248,8 +256,14 @@ class ClipBuilder:
             except (BadRecord, ImageError) as error:
                 key = getattr(error, "key", "") or f"#{index}"
                 problems.append(Problem(key, self.mixture.source_name(index), error.reason, error.message))
-                index = int(rng.integers(len(self.mixture)))
+                if not self.train:
+                    return nothing
+                index = self.another(rng)
         raise BadRecord(f"{self.ATTEMPTS} samples in a row cannot be used; the last: {problems[-1].message}", key=problems[-1].key, source=problems[-1].source)
+
+    def another(self, rng: np.random.Generator) -> int:
+        """A substitute for a bad sample."""
+        return int(rng.integers(len(self.mixture)))
 
     def _load(self, index: int, epoch: int) -> tuple[Tensor, Example]:
         self.watch.at(index)

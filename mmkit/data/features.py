@@ -4,6 +4,10 @@ A cache belongs to one key: the encoders' weights (told by the caller) and the p
 picture is found by the hash of its content, so copies and renamed files share features. Files are complete parts, memory-mapped
 and shared by all processes; a part appears under its name only when it is whole. The folder of all caches is bounded: the ones
 used longest ago make room.
+
+Training with a cache is training without it, to the bit, where a picture's features do not depend on the pictures beside it in the
+batch. Measured on a CPU: so in bf16 for every encoder tried, and in fp32 in batches of two or more for the demo's two and the four
+of 8b-debug. Elsewhere matrix products may order their sums by the size of the batch: 6e-7 of the largest value was the most seen.
 """
 
 from __future__ import annotations
@@ -247,9 +251,10 @@ def _store(cache: FeatureCache, part: _Part, chunk, loaded, encode: Encode) -> N
             cache.problems[ref.identity] = (result.message, result.reason)
     if not good:
         return
-    stacked = [torch.stack(tensors) for tensors in zip(*(tensors for _, (tensors, _) in good), strict=True)]
+    rows = good * 2 if len(good) == 1 else good  # a batch of one takes other kernels, whose sums differ in the last bits
+    stacked = [torch.stack(tensors) for tensors in zip(*(tensors for _, (tensors, _) in rows), strict=True)]
     with torch.no_grad():
-        features = [output.detach().cpu().contiguous() for output in encode(stacked)]
+        features = [output[: len(good)].detach().cpu().contiguous() for output in encode(stacked)]
     part.add([digest for digest, _ in good], [size for _, (_, size) in good], features)
 
 

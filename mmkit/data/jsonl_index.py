@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mmkit.cache import atomic_write, cache_root
+from mmkit.cache import alone, atomic_write, cache_root
 from mmkit.data.example import BadRecord
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".mmkit-index"
-_MAGIC, _HEADER = 0x6D6D6B6974303031, 4  # "mmkit001"; words before the line starts: magic, size, time, number of lines
+_MAGIC, HEADER = 0x6D6D6B6974303031, 4  # "mmkit001"; words before the line starts: magic, size, time, number of lines
 _BLOCK = 1 << 24  # bytes read at a time
 _LARGE = 1 << 28  # files from here on show a progress bar
 
@@ -38,7 +39,7 @@ class JsonLines:
     def starts(self) -> np.ndarray:
         """(lines + 1,) int64 memory map: where each line starts, then where the last ends."""
         if self._starts is None:
-            self._starts = np.memmap(self.index_path, dtype=np.int64, mode="r")[_HEADER:]
+            self._starts = np.memmap(self.index_path, dtype=np.int64, mode="r")[HEADER:]
         return self._starts
 
     def __getstate__(self) -> dict:
@@ -68,26 +69,38 @@ class JsonLines:
 
 
 def line_index(path: str | os.PathLike) -> Path:
-    """The index file of a JSONL file, built where there is none that fits. Beside the file, or in the cache where that is read-only."""
+    """The index file of a JSONL file, built where there is none that fits."""
+    return kept_beside(path, SUFFIX, _MAGIC, lambda lines: lines + 1, _build)
+
+
+def kept_beside(path: str | os.PathLike, suffix: str, magic: int, words: Callable[[int], int], build: Callable) -> Path:
+    """A file of int64 derived from ``path``: beside it, or in the cache where that is read-only; built once on a machine.
+
+    It begins with ``magic`` (the kind and what else it depends on), the size and time of ``path`` and the number of its lines, and
+    holds ``words(lines)`` more. Where one of these does not fit, ``build(path, work, stamp)`` writes it anew, the first three as given.
+    """
     path = Path(path)
     facts = path.stat()
-    stamp = np.array([_MAGIC, facts.st_size, facts.st_mtime_ns], dtype=np.int64)
-    beside = path.with_name(path.name + SUFFIX)
+    stamp = np.array([magic, facts.st_size, facts.st_mtime_ns], dtype=np.int64)
+    beside = path.with_name(path.name + suffix)
     absolute = str(path.resolve()).strip("/").replace("/", "-")
-    for place in (beside, cache_root() / "line-index" / (absolute + SUFFIX)):
-        if _fits(place, stamp):
+    hidden = cache_root() / "line-index" / (absolute + suffix)
+    for place in (beside, hidden):
+        if _fits(place, stamp, words):
             return place
-    place = beside if os.access(path.parent, os.W_OK) else cache_root() / "line-index" / (absolute + SUFFIX)
-    with atomic_write(place) as work:
-        _build(path, work, stamp)
+    place = beside if os.access(path.parent, os.W_OK) else hidden
+    with alone(place):
+        if not _fits(place, stamp, words):  # else another process has built it meanwhile
+            with atomic_write(place) as work:
+                build(path, work, stamp)
     return place
 
 
-def _fits(place: Path, stamp: np.ndarray) -> bool:
-    if not place.exists() or place.stat().st_size < 8 * (_HEADER + 1):
+def _fits(place: Path, stamp: np.ndarray, words: Callable[[int], int]) -> bool:
+    if not place.exists() or place.stat().st_size < 8 * HEADER:
         return False
-    header = np.fromfile(place, dtype=np.int64, count=_HEADER)
-    return bool((header[:3] == stamp).all()) and place.stat().st_size == 8 * (_HEADER + int(header[3]) + 1)
+    header = np.fromfile(place, dtype=np.int64, count=HEADER)
+    return bool((header[:3] == stamp).all()) and place.stat().st_size == 8 * (HEADER + words(int(header[3])))
 
 
 def _build(path: Path, work: Path, stamp: np.ndarray) -> None:

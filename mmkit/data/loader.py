@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from mmkit.config import ClipConfig, ConfigError, DataConfig, ModelConfig
+from mmkit.config import ClipConfig, ConfigError, DataConfig, ModelConfig, SourceConfig
 from mmkit.data.batches import Batch, Problem
 from mmkit.data.building import ClipBuilder, Pictures, Task, VlmBuilder, Watch
 from mmkit.data.conversation import Formatter
-from mmkit.data.mixture import Mixture
-from mmkit.data.planning import REMEMBERED, ConversationPlan, ExamplePlan, row_stream
+from mmkit.data.mixture import Mixture, Source
+from mmkit.data.planning import ConversationPlan, ExamplePlan
+from mmkit.data.stream import ShardLog, ShardSet, StreamBuilder, StreamPlan, streamed
 
 log = logging.getLogger(__name__)
 STATE_VERSION = 1
@@ -44,7 +45,7 @@ def loader(
     state: dict | None = None,
     features=None,
     text_features=None,
-    source: Mixture | None = None,
+    source: Mixture | ShardSet | None = None,
 ) -> Loader:
     """The `Loader` of a run.
 
@@ -53,13 +54,14 @@ def loader(
     """
     if not 0 <= rank < world:
         raise ConfigError(f"rank {rank} is outside 0..{world - 1}")
-    if source is None:
-        from mmkit.data.readers import open_mixture
-
-        source = open_mixture(data)
+    source = source or training_source(data, model, train)
     watch = Watch(data.workers)
     pictures = Pictures(transforms, features)
-    if isinstance(model, ClipConfig):
+    if isinstance(source, ShardSet):
+        source.check_first()
+        plan = StreamPlan(source, seed=seed, world=world, workers=data.workers)
+        builder = StreamBuilder(source, pictures, tokenizer, seed=seed, train=train, watch=watch, texts=text_features)
+    elif isinstance(model, ClipConfig):
         plan = ExamplePlan(source, seed=seed, train=train)
         builder = ClipBuilder(source, pictures, tokenizer, seed=seed, train=train, watch=watch, texts=text_features)
     else:
@@ -72,11 +74,32 @@ def loader(
     return out
 
 
+def training_source(data: DataConfig, model: ModelConfig, train: bool = True) -> Mixture | ShardSet:
+    """The run's sources, opened. Contrastive training may stream its shards; whatever is to be seen exactly once is indexed."""
+    from mmkit.data.readers import open_mixture
+
+    stream = streamed(data) if train and isinstance(model, ClipConfig) and not data.cache_features else None
+    return stream or open_mixture(data)
+
+
+def looked_at(config: SourceConfig, data: DataConfig, model: ModelConfig) -> tuple[Source, int]:
+    """One of the run's sources to look into before training, and how many examples it gives: of shards that training will stream the
+    first few, and their part of an epoch. ValueError where there are none."""
+    from mmkit.data.readers import open_source
+
+    stream = streamed(data) if isinstance(model, ClipConfig) and not data.cache_features else None
+    if stream is None:
+        source = open_source(config, data)
+        return source, len(source)
+    stream.check_first()
+    return stream.first(config), stream.share(config)
+
+
 class Loader:
     """Iterator of `Batch` with an exact, portable position. Build it with `loader`."""
 
     def __init__(
-        self, plan: ExamplePlan, builder, *, rank: int, world: int, device_batch: int, accumulation: int = 1, workers: int = 0, max_bad: float = 0.01
+        self, plan: ExamplePlan | StreamPlan, builder, *, rank: int, world: int, device_batch: int, accumulation: int = 1, workers: int = 0, max_bad: float = 0.01
     ):
         self.plan, self.builder, self.watch = plan, builder, builder.watch
         self.rank, self.world, self.device_batch, self.accumulation = rank, world, device_batch, accumulation
@@ -85,7 +108,7 @@ class Loader:
         self._samples_named: list[Problem] = []
         self._position = {"epoch": 0, "window": 0, "row": 0, "rows": 0, "samples": 0}
         self._batches: Iterator | None = None
-        self._estimate: tuple[int, bool] | None = None
+        self.shards = ShardLog()
 
     def __iter__(self) -> Loader:
         return self
@@ -112,8 +135,13 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """Ends worker processes; iterating on continues from the same position."""
+        """Ends worker processes and says what the shards read lacked; iterating on continues from the same position."""
         self._batches = None
+        if isinstance(self.builder, StreamBuilder):
+            self.builder.close()
+        if self.shards.left_out or self.shards.damaged:
+            log.warning("process %d: %s", self.rank, self.shards.summary())
+            self.shards = ShardLog()
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch handed out, for any number of workers and processes."""
@@ -142,15 +170,8 @@ class Loader:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows of the first epoch: counted up to `REMEMBERED` samples, beyond that estimated from the first of them."""
-        if self._estimate is None:
-            windows, rows, kept = self.plan.windows(0), 0, (list(self.plan.problems), self.plan.examined)
-            few = max(1, windows * REMEMBERED // max(self.samples_per_epoch, 1))
-            for window in range(min(windows, few)):
-                rows += len(self.plan.rows(0, window))
-            self.plan.problems, self.plan.examined = kept  # problems count when their window is trained on
-            self._estimate = (round(rows * windows / min(windows, few)), few < windows)
-        return self._estimate[0]
+        """Rows of the first epoch, estimated where there are many."""
+        return self.plan.rows_per_epoch()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -162,8 +183,8 @@ class Loader:
         return self.plan.mixture.summary()
 
     def _start(self) -> Iterator[tuple[Batch, dict]]:
-        # a function, not a method: a generator that held this object would keep dead worker processes in a reference cycle
-        tasks = tasks_of(self.plan, dict(self._position), self.rank, self.world, self.device_batch)
+        # the plan's, not ours: a generator that held this object would keep dead worker processes in a reference cycle
+        tasks = self.plan.tasks(dict(self._position), self.rank, self.world, self.device_batch)
         if not self.workers:
             return ((self.builder[task], task.state) for task in tasks)
         options = {"batch_size": None, "num_workers": self.workers, "worker_init_fn": _quiet_worker}
@@ -178,11 +199,12 @@ class Loader:
         self.counts["positions"] += batch.n_positions
         self.counts["sources"].update(batch.sources)
         self._note(batch.problems)
+        self.shards.add(batch.shards, self.max_bad)
 
     def _note(self, problems: Sequence[Problem]) -> None:
         """Counts and logs what could not be used; ValueError above the allowed share."""
         for problem in problems:
-            self.counts["bad"][problem.reason] += 1
+            self.counts["bad"][problem.reason] += problem.count
             log.warning("%s: sample %r left out: %s", problem.source, problem.key, problem.message)
         self._samples_named = [*self._samples_named, *problems][-5:]
         bad = self.counts["bad"].total()
@@ -208,34 +230,6 @@ class Loader:
             return self.plan.mixture[index].key
         except ValueError:
             return f"#{index}"
-
-
-def tasks_of(plan: ExamplePlan, state: dict[str, int], rank: int, world: int, device_batch: int) -> Iterator[Task]:
-    """One process's share of every block of rows from position ``state`` on, each with the position after its block."""
-    size, block, place = device_batch * world, [], state
-    for row, place in row_stream(plan, state, once=not plan.train):
-        block.append((row, place["epoch"]))
-        if len(block) == size:
-            state = _advanced(plan, state, place, block)
-            yield _task(plan, block, state, rank, world)
-            block = []
-    if block:  # the last batch of a single pass is filled up, so that every process has as many batches
-        state = _advanced(plan, state, place, block)
-        blank = (plan.blank(block[-1][0]), block[-1][1])
-        yield _task(plan, block + [blank] * (size - len(block)), state, rank, world)
-
-
-def _advanced(plan: ExamplePlan, state: dict[str, int], place: dict[str, int], block: list) -> dict[str, int]:
-    samples = sum(plan.n_samples(row) for row, _ in block)
-    return {**place, "rows": state["rows"] + len(block), "samples": state["samples"] + samples}
-
-
-def _task(plan: ExamplePlan, block: list, state: dict[str, int], rank: int, world: int) -> Task:
-    problems, plan.problems = plan.problems, []
-    examined, plan.examined = plan.examined, 0
-    shape = plan.shape([row for row, _ in block])
-    rows, epochs = zip(*block[rank::world], strict=True)
-    return Task(rows, replace(shape, rows=len(rows)), epochs, state, tuple(problems[rank::world]), -(-examined // world))
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ class Source(Protocol):
     """What a reader gives: a name, a length, and examples by number.
 
     Optional: ``draw(i, rng)`` for examples with random choices; ``group(i)`` the picture's identity without reading the
-    example whole; ``length(i)`` its number of words, negative without a picture; ``fingerprint`` a text that changes with the data;
+    example whole; ``facts`` the ``groups`` and ``lengths`` of all examples (`group_numbers`, `example_length`); ``fingerprint`` a text that changes with the data;
     ``draw_order(rng, wanted)`` its own shuffling, which keeps what is read together near.
     """
 
@@ -64,7 +64,7 @@ class Mixture:
         self.configs, self.sources = tuple(configs), tuple(sources)
         self.offsets = np.cumsum([0, *(len(source) for source in sources)])
         self.wanted = wanted_counts(configs, [len(source) for source in sources], samples_per_epoch)
-        self._groups: dict[int, np.ndarray] = {}
+        self._facts: dict[tuple[int, str], np.ndarray] = {}
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
@@ -113,7 +113,9 @@ class Mixture:
         if not train:
             return order
         if megabatch:
-            lengths = np.array([self._length(order.unit(unit)) for unit in range(len(order))])
+            words = np.concatenate([self._known(number, "lengths") for number in range(len(self.sources))])
+            total = np.concatenate([[0], np.cumsum(words[order.members])])
+            lengths = total[order.starts[1:]] - total[order.starts[:-1]]
             return _reordered(order, length_grouped(lengths, megabatch, np.random.default_rng([seed, epoch, len(parts)])))
         rng = np.random.default_rng([seed, epoch, len(parts)])
         keys = [(part.starts[:-1] + rng.random(len(part)) * np.diff(part.starts)) / part.starts[-1] for part in parts if len(part)]
@@ -150,13 +152,11 @@ class Mixture:
         chosen: list[np.ndarray] = []
         rng, count = np.random.default_rng([seed, epoch, number]), 0
         draw_order = getattr(self.sources[number], "draw_order", None) if train and not by_image else None
-        near = getattr(self.sources[number], "draw_order", None)
         while count < wanted:
-            if near and train and not by_image:
-                units = near(rng, min(pool, wanted - count))
+            if draw_order:
+                units = draw_order(rng, min(pool, wanted - count))
             else:
                 units = rng.permutation(len(sizes)) if train else np.arange(len(sizes))
-            units = units if draw_order is None else draw_order(rng, min(pool, wanted - count))
             until = np.searchsorted(np.cumsum(sizes[units]), min(pool, wanted - count)) + 1
             chosen.append(units[:until])
             count += min(int(sizes[units[:until]].sum()), pool)
@@ -168,14 +168,16 @@ class Mixture:
 
     def _units(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """(members ordered by picture, examples of each picture) of one source; computed once."""
-        if number not in self._groups:
-            self._groups[number] = _group_numbers(self.sources[number])
-        groups = self._groups[number]
+        groups = self._known(number, "groups")
         return np.argsort(groups, kind="stable"), np.bincount(groups)
 
-    def _length(self, unit: np.ndarray) -> int:
-        lengths = [_length(self.sources[number], local) for number, local in map(self.locate, unit)]
-        return sum(lengths)
+    def _known(self, number: int, what: str) -> np.ndarray:
+        """``groups`` (the number of its picture) or ``lengths`` (its words) of each example of one source."""
+        if (number, what) not in self._facts:
+            source = self.sources[number]
+            made = source.facts[what] if hasattr(source, "facts") else MADE[what](source)
+            self._facts[number, what] = made
+        return self._facts[number, what]
 
 
 class ListSource:
@@ -196,21 +198,28 @@ def mixture_of(examples: Sequence[Example], name: str = "examples") -> Mixture:
     return Mixture([SourceConfig(name=name, format="llava", path="memory")], [ListSource(examples, name)])
 
 
+def pool(config: SourceConfig, size: int) -> int:
+    """Samples an epoch takes of a source of ``size`` that has no weight: at most its cap, times its multiple."""
+    return round(min(size, config.cap or size) * (config.multiple or 1))
+
+
 def wanted_counts(configs: Sequence[SourceConfig], sizes: Sequence[int], samples_per_epoch: int | None = None) -> list[int]:
     """Samples of each source in one epoch.
 
-    A weight is a share of the mixture; sources without one divide the rest by their (capped) sizes. ConfigError where the shares
-    leave nothing for the rest.
+    A weight is a share of the mixture; sources without one divide the rest by their `pool`. ConfigError where the shares leave
+    nothing for the rest, or a source has a weight and a multiple.
     """
-    pools = [min(size, config.cap or size) for config, size in zip(configs, sizes, strict=True)]
+    if both := [config.name for config in configs if config.weight is not None and config.multiple is not None]:
+        raise ConfigError(f"data.sources: {both[0]!r} has a weight and a multiple, which both say how often it is seen; keep one of them")
+    pools = [pool(config, size) for config, size in zip(configs, sizes, strict=True)]
     total = samples_per_epoch or sum(pools)
     given = sum(config.weight or 0 for config in configs)
-    rest = sum(pool for config, pool in zip(configs, pools, strict=True) if config.weight is None)
+    rest = sum(count for config, count in zip(configs, pools, strict=True) if config.weight is None)
     if rest and given >= 1:
         left = [config.name for config in configs if config.weight is None]
         raise ConfigError(f"data.sources: the given weights add up to {given:g}, which leaves no share for {left[0]!r}; lower them below 1")
     scale = given if not rest else 1.0
-    shares = [(1 - given) * pool / rest if config.weight is None else config.weight / scale for config, pool in zip(configs, pools, strict=True)]
+    shares = [(1 - given) * count / rest if config.weight is None else config.weight / scale for config, count in zip(configs, pools, strict=True)]
     exact = np.array(shares) * total
     counts = np.floor(exact + 1e-9).astype(int)
     for number in np.argsort(counts - exact, kind="stable")[: total - counts.sum()]:  # largest remainders
@@ -251,7 +260,7 @@ def _reordered(order: Order, units: np.ndarray) -> Order:
     return Order(order.members[_ranges(order.starts[units], sizes)], np.concatenate([[0], np.cumsum(sizes)]))
 
 
-def _group_numbers(source: Source) -> np.ndarray:
+def group_numbers(source: Source) -> np.ndarray:
     """For each example the number of its picture, by first appearance; examples without pictures are alone."""
     seen: dict[Any, int] = {}
     group = getattr(source, "group", None)
@@ -262,10 +271,15 @@ def _group_numbers(source: Source) -> np.ndarray:
     return out
 
 
-def _length(source: Source, index: int) -> int:
+def lengths_of(source: Source) -> np.ndarray:
+    """`example_length` of each example."""
+    return np.array([example_length(source[index]) for index in range(len(source))], dtype=np.int64)
+
+
+def example_length(example: Example) -> int:
     """Words of an example, negative without a picture (the published measure, which leaves image tokens out)."""
-    if hasattr(source, "length"):
-        return source.length(index)
-    example = source[index]
     words = sum(len(turn.text.split()) for turn in example.turns)
     return words if example.images else -words
+
+
+MADE = {"groups": group_numbers, "lengths": lengths_of}

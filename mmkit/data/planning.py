@@ -8,12 +8,13 @@ to every process before a batch is built and all agree on its static shape.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from mmkit.config import ConfigError, DataConfig, VlmConfig
 from mmkit.data.batches import N_TARGETS, Problem, Shape, Slots
-from mmkit.data.building import drawn
+from mmkit.data.building import Task, drawn
 from mmkit.data.conversation import Formatter
 from mmkit.data.example import BadRecord, ImageRef
 from mmkit.data.images import ImageError, image_size
@@ -33,6 +34,7 @@ class ExamplePlan:
         self.problems: list[Problem] = []  # of planning, since last taken
         self.examined = 0  # examples planned, since last taken
         self._order: tuple[int, Order] | None = None
+        self._estimate: int | None = None
 
     def order(self, epoch: int) -> Order:
         """The epoch's units; the last one asked for is kept."""
@@ -57,9 +59,24 @@ class ExamplePlan:
         """Samples in a row."""
         return 1
 
+    def tasks(self, state: dict[str, int], rank: int, world: int, device_batch: int) -> Iterator[Task]:
+        """See `tasks_of`."""
+        return tasks_of(self, state, rank, world, device_batch)
+
+    def rows_per_epoch(self) -> int:
+        """Rows of the first epoch: counted up to `REMEMBERED` samples, beyond that estimated from the first of them."""
+        if self._estimate is None:
+            windows, rows, kept = self.windows(0), 0, (list(self.problems), self.examined)
+            few = min(windows, max(1, windows * REMEMBERED // max(self.mixture.samples_per_epoch, 1)))
+            for window in range(few):
+                rows += len(self.rows(0, window))
+            self.problems, self.examined = kept  # problems count when their window is trained on
+            self._estimate = round(rows * windows / few)
+        return self._estimate
+
     def blank(self, last):
-        """What fills the last block of a single pass: ``last`` again (its key tells), since a contrastive batch has no empty rows."""
-        return last
+        """What fills the last block of a single pass: a row that counts nothing."""
+        return None
 
     def _units_a_window(self, epoch: int) -> int:
         order = self.order(epoch)
@@ -184,3 +201,31 @@ def row_stream(plan: ExamplePlan, state: dict[str, int], once: bool) -> Iterator
         if once:
             return
         epoch, window = epoch + 1, 0
+
+
+def tasks_of(plan: ExamplePlan, state: dict[str, int], rank: int, world: int, device_batch: int) -> Iterator[Task]:
+    """One process's share of every block of rows from position ``state`` on, each with the position after its block."""
+    size, block, place = device_batch * world, [], state
+    for row, place in row_stream(plan, state, once=not plan.train):
+        block.append((row, place["epoch"]))
+        if len(block) == size:
+            state = _advanced(plan, state, place, block)
+            yield _task(plan, block, state, rank, world)
+            block = []
+    if block:  # the last batch of a single pass is filled up, so that every process has as many batches
+        state = _advanced(plan, state, place, block)
+        blank = (plan.blank(block[-1][0]), block[-1][1])
+        yield _task(plan, block + [blank] * (size - len(block)), state, rank, world)
+
+
+def _advanced(plan: ExamplePlan, state: dict[str, int], place: dict[str, int], block: list) -> dict[str, int]:
+    samples = sum(plan.n_samples(row) for row, _ in block)
+    return {**place, "rows": state["rows"] + len(block), "samples": state["samples"] + samples}
+
+
+def _task(plan: ExamplePlan, block: list, state: dict[str, int], rank: int, world: int) -> Task:
+    problems, plan.problems = plan.problems, []
+    examined, plan.examined = plan.examined, 0
+    shape = plan.shape([row for row, _ in block])
+    rows, epochs = zip(*block[rank::world], strict=True)
+    return Task(rows, replace(shape, rows=len(rows)), epochs, state, tuple(problems[rank::world]), -(-examined // world))

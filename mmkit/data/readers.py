@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import glob
 import hashlib
 import json
@@ -17,8 +18,9 @@ from mmkit.cache import atomic_write, cache_root
 from mmkit.config import ConfigError, DataConfig, SourceConfig, nearest
 from mmkit.data.example import BadRecord, Example
 from mmkit.data.jsonl_index import JsonLines
-from mmkit.data.mixture import Mixture, Source
-from mmkit.data.records import example_of, grit_example, images_of, key_of
+from mmkit.data.mixture import Mixture, Source, example_length
+from mmkit.data.record_facts import facts
+from mmkit.data.records import CAPTION_FIELDS, IMAGE_FIELDS, example_of, grit_example, images_of, key_of
 
 LARGE_JSON = 1 << 26  # a JSON list beyond this size is rewritten once as JSONL in the cache, so that workers need not hold it
 
@@ -44,13 +46,16 @@ class RecordSource:
             return ()
 
     def length(self, index: int) -> int:
-        """Words of the example, negative without a picture: the published measure for grouping by length."""
+        """Words of the example; 0 where it cannot be read."""
         try:
-            example = self[index]
+            return example_length(self[index])
         except BadRecord:
             return 0
-        words = sum(len(turn.text.split()) for turn in example.turns)
-        return words if example.images else -words
+
+    @functools.cached_property
+    def facts(self) -> dict[str, np.ndarray]:
+        """``groups`` (`group` as a number) and ``lengths`` of all examples, (n,) int64 each; read once and kept where reading is slow."""
+        return facts(self.records, lambda index: (self.group(index), self.length(index)), f"{type(self).__name__} {self.folder}")
 
     def _record(self, index: int) -> dict[str, Any]:
         record = self.records[index]
@@ -84,6 +89,19 @@ def open_mixture(data: DataConfig) -> Mixture:
     return Mixture(data.sources, [open_source(config, data) for config in data.sources], data.samples_per_epoch)
 
 
+def open_validation(data: DataConfig) -> Mixture:
+    """The held-out sources of a run as one, each example of them once; ConfigError as for `open_mixture`."""
+    try:
+        return open_mixture(held_out(data))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("data.sources", "data.validation")) from None
+
+
+def held_out(data: DataConfig) -> DataConfig:
+    """The settings under which ``data.validation`` is read: as training data, but in one pass without repeats."""
+    return data.model_copy(update={"sources": data.validation, "samples_per_epoch": None, "resampled": False})
+
+
 def records_of(path: str | os.PathLike) -> Sequence[dict[str, Any]]:
     """Records of a JSONL file, or of a JSON file that holds a list; ConfigError otherwise."""
     path = Path(path)
@@ -96,7 +114,7 @@ def records_of(path: str | os.PathLike) -> Sequence[dict[str, Any]]:
         return JsonLines(path)
     if first == b"[":
         return _json_list(path)
-    raise ConfigError(f"data file {path} is neither JSONL (one object a line) nor a JSON list of objects")
+    raise ConfigError(f"data file {path} is neither JSONL (one object a line) nor a JSON list of objects; other formats are {', '.join(READERS)}")
 
 
 def _is_one_object(path: Path) -> bool:
@@ -150,7 +168,13 @@ def open_csv(config: SourceConfig, data: DataConfig) -> RecordSource:
     with open(config.path, newline="", encoding="utf-8-sig") as file:
         header = file.readline()
         file.seek(0)
-        rows = list(csv.DictReader(file, delimiter="\t" if "\t" in header else ","))
+        reader = csv.DictReader(file, delimiter="\t" if "\t" in header else ",")
+        if not set(reader.fieldnames or ()) & {*IMAGE_FIELDS, *CAPTION_FIELDS, "answer"}:
+            raise ConfigError(
+                f"data.sources {config.name!r}: the first line of {config.path} is {header.strip()[:60]!r}; it needs columns, with commas or tabs "
+                f"between them: one of {', '.join(IMAGE_FIELDS)}, and one of {', '.join(CAPTION_FIELDS)} or question and answer"
+            )
+        rows = list(reader)
     return RecordSource(config.name, rows, _folder(config), _stamp(config.path))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from mmkit.config import PARAMS, ConfigError, SourceConfig, nearest
+from mmkit.data.mixture import pool
 
 
 def recipe(name: str) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def with_category_shares(sources: Sequence[SourceConfig], shares: Mapping[str, f
     """The sources weighted so that categories have ``shares`` (normalised) and sources keep their capped sizes inside one."""
     if unknown := {source.category for source in sources} - set(shares):
         raise ConfigError(f"category {min(unknown)!r} has no share{nearest(min(unknown), shares)}; shares are given for {', '.join(shares)}")
-    pools = {source.name: min(sizes[source.name], source.cap or sizes[source.name]) for source in sources}
+    pools = {source.name: pool(source, sizes[source.name]) for source in sources}
     of_category: dict[str, int] = defaultdict(int)
     for source in sources:
         of_category[source.category] += pools[source.name]

@@ -23,7 +23,10 @@ POINT_NOISE, MASK_PIXELS = 0.15, 1000  # of a training point: spread as a share 
 
 def example_of(record: Mapping[str, Any], key: str, source: str, folder: str | None) -> Example:
     """An example from ``conversations``/``messages``, ``question`` + ``answer``, or a caption; BadRecord where it has none of them."""
-    images = images_of(record, folder)
+    try:
+        images = images_of(record, folder)
+    except BadRecord as error:
+        raise BadRecord(error.message, key=key, source=source, reason=error.reason) from None
     turns = turns_of(record, key, source)
     if len(images) == 1 and sum(turn.text.count(IMAGE) for turn in turns) == 1:
         turns = tuple(Turn(turn.role, image_first(turn.text), turn.trained) if turn.role == "user" else turn for turn in turns)
@@ -51,6 +54,8 @@ def turns_of(record: Mapping[str, Any], key: str, source: str) -> tuple[Turn, ..
     """The record's turns. A leading answer, as some LLaVA records have, is dropped."""
     messages = next((record[field] for field in ("conversations", "messages") if record.get(field) is not None), None)
     if messages is not None:
+        if not isinstance(messages, list | tuple | np.ndarray):
+            raise BadRecord(f"its conversation is a {type(messages).__name__}, not a list of messages", key=key, source=source, reason="turns")
         turns = [_turn(message, key, source) for message in messages]
         while turns and turns[0].role == "assistant":
             turns = turns[1:]
@@ -73,13 +78,22 @@ def joined(folder: str | None, path: str) -> str:
 
 
 def _turn(message: Any, key: str, source: str) -> Turn:
-    message = json.loads(message) if isinstance(message, str) else message
+    message = _parsed(message) if isinstance(message, str) else message
+    if not isinstance(message, Mapping):
+        raise BadRecord(f"a message is {message!r:.40}, not an object with from and value", key=key, source=source, reason="turns")
     role, text = message.get("from", message.get("role")), message.get("value", message.get("content"))
     if role not in ROLES:
         raise BadRecord(f"a message is from {role!r}; it must be one of {', '.join(ROLES)}", key=key, source=source, reason="turns")
     if isinstance(text, list):  # chat form: a list of typed parts
         text = "".join(IMAGE if part.get("type") == "image" else str(part.get("text", "")) for part in text)
     return Turn(ROLES[role], "" if text is None else str(text))
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _with_images(turns: Sequence[Turn], count: int) -> tuple[Turn, ...]:
@@ -97,6 +111,8 @@ def _is_pixels(value: Any) -> bool:
 
 
 def _image(value: Any, folder: str | None) -> ImageRef:
+    if isinstance(value, bool | int | float):
+        raise BadRecord(f"its image is the number {value}; give a path, a URL or encoded bytes", reason="image")
     if isinstance(value, Mapping):  # Hugging Face: {"bytes": ..., "path": ...}
         path = str(value.get("path") or "")
         return ImageRef(value["bytes"]) if value.get("bytes") else ImageRef(joined(folder, path))

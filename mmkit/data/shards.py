@@ -2,7 +2,7 @@
 
 `open_shards` indexes every shard once and gives a map-style source: `Mixture` and `Loader` then shuffle, share out and resume it like
 any other, one sample at a time, so neither the number of shards nor of workers limits the number of processes. Its `draw_order` keeps
-neighbours of an epoch in one shard for fast reading. `shard_order` and `split` are the rules for those who stream whole shards.
+neighbours of an epoch in one shard for fast reading. Sets too large to index first are read by `stream.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from mmkit.config import ConfigError, DataConfig, FilterRule, SourceConfig
-from mmkit.data.example import IMAGE, BadRecord, Example, ImageRef, Turn
-from mmkit.data.tar_files import ShardError, expand, is_remote
+from mmkit.data.example import Example
+from mmkit.data.tar_files import expand, is_remote
 from mmkit.data.tar_index import FILTERED, IMAGE_EXTENSIONS, ShardIndex, index_of, total
 
 log = logging.getLogger(__name__)
@@ -43,15 +43,7 @@ class ShardSource:
 
     def __getitem__(self, i: int) -> Example:
         shard, local = self._place(i)
-        index = self.indexes[shard]
-        key = index.key(local)
-        try:
-            picture, caption, meta = index.read(local)
-        except ShardError as error:
-            raise BadRecord(str(error), key=key, source=self.name, reason=error.reason) from error
-        image = ImageRef(picture, name=index.picture_name(local))
-        turns = (Turn("user", IMAGE, trained=False), Turn("assistant", caption))
-        return Example(key, (image,), turns, source=self.name, meta=meta)
+        return self.indexes[shard].example(local, self.name)
 
     def group(self, i: int) -> str:
         """The picture's identity, without reading it."""
@@ -93,11 +85,7 @@ class ShardSource:
 
     def report(self) -> list[dict[str, Any]]:
         """One row a shard: samples usable, left out by cause, and what is wrong with it."""
-        rows = []
-        for index in self.indexes:
-            causes = {cause: n for cause, n in index.counts.items() if cause != "samples"}
-            rows.append({"shard": index.url, "samples": index.counts["samples"], "ok": len(index), **causes, "message": index.message})
-        return rows
+        return [index.row() for index in self.indexes]
 
     def summary(self) -> str:
         """Lines for people: totals, what each cause and rule removed, damaged shards by name, how an epoch draws."""
@@ -142,14 +130,15 @@ def _first_checked(config: SourceConfig, urls: Sequence[str], caption: str) -> l
     for url in urls:
         indexes.append(index_of(url, caption, config.filters))
         if indexes[-1].found:
-            _check_extensions(config.name, indexes[-1], caption)
+            check_extensions(config.name, indexes[-1], caption)
             break
     rest = urls[len(indexes) :]
     with ThreadPoolExecutor(CONNECTIONS if any(map(is_remote, rest)) else 1) as pool:
         return indexes + list(pool.map(lambda url: index_of(url, caption, config.filters), rest))
 
 
-def _check_extensions(name: str, index: ShardIndex, caption: str) -> None:
+def check_extensions(name: str, index: ShardIndex, caption: str) -> None:
+    """ValueError where a shard has samples but none of use, naming the extensions found and wanted."""
     removed = sum(n for cause, n in index.counts.items() if cause.startswith(FILTERED))
     if len(index) or removed:
         return
@@ -162,7 +151,16 @@ def _check_extensions(name: str, index: ShardIndex, caption: str) -> None:
 
 
 def check_damage(source: ShardSource, max_bad_share: float) -> None:
-    """ValueError where too much is missing. A damaged shard counts for what it lacks of an average one, an absent one for a whole."""
+    """ValueError where too much is missing, or nothing is there."""
+    if (share := damage(source)) > max_bad_share or not len(source):
+        raise ValueError(
+            f"{share:.1%} of the samples are damaged or missing, more than data.max_bad_share {max_bad_share:.1%}:\n"
+            f"{source.summary()}\nRepair or leave out these shards, or raise data.max_bad_share"
+        )
+
+
+def damage(source: ShardSource) -> float:
+    """The share of samples damaged or missing. A damaged shard counts for what it lacks of an average one, an absent one for a whole."""
     sizes = [index.counts["samples"] for index in source.indexes if index.counts["samples"] and not index.message]
     average = sum(sizes) / len(sizes) if sizes else 1.0
     bad = 0.0
@@ -171,11 +169,7 @@ def check_damage(source: ShardSource, max_bad_share: float) -> None:
         whole = index.counts["truncated tar"] + index.counts["absent shard"] + index.counts["unreadable shard"]
         bad += index.bad - whole + lost
     everything = source.counts["samples"] + sum(max(average - i.counts["samples"], 1) for i in source.indexes if i.message)
-    if bad > max_bad_share * everything or not len(source):
-        raise ValueError(
-            f"{bad / max(everything, 1):.1%} of the samples are damaged or missing, more than data.max_bad_share {max_bad_share:.1%}:\n"
-            f"{source.summary()}\nRepair or leave out these shards, or raise data.max_bad_share"
-        )
+    return bad / max(everything, 1)
 
 
 def _weights(path: str, given: Sequence[float], resampled: bool) -> list[float]:
@@ -192,26 +186,3 @@ def _weights(path: str, given: Sequence[float], resampled: bool) -> list[float]:
 def inspect(pattern: str, caption: str = "txt", filters: Sequence[FilterRule] = ()) -> ShardSource:
     """The shards of a pattern, damage and all, for `mmkit data shards`; nothing is refused."""
     return ShardSource(pattern, [index_of(url, caption, filters) for url in expand(pattern)])
-
-
-# ---------------------------------------------------------------- streaming whole shards
-
-
-def shard_order(n: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of ``n`` shards in an epoch, the same on every process."""
-    return np.random.default_rng([seed, epoch, n]).permutation(n)
-
-
-def split(order: np.ndarray, rank: int, world: int, worker: int = 0, workers: int = 1) -> np.ndarray:
-    """One worker's shards of an order made before the split: over processes first, then over their workers."""
-    return order[rank::world][worker::workers]
-
-
-def check_enough(n: int, world: int, workers: int) -> None:
-    """ConfigError where some worker of a streaming reader would have no shard and its process would wait forever (U09)."""
-    needed = world * max(workers, 1)
-    if n < needed:
-        raise ConfigError(
-            f"{n} shards for {world} processes x {max(workers, 1)} workers = {needed} readers: some would have none. Use at most "
-            f"{max(n // world, 1)} workers and {n} processes, write more shards, or open the shards by index"
-        )

@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from mmkit.storage import is_remote
 
 BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
+COPIED = 1 << 24  # bytes of a remote shard fetched at a time
 
 
 class ShardError(ValueError):
@@ -102,11 +104,38 @@ def piped(url: str) -> Path:
     path = cache_root() / "shards" / "piped" / f"{hashlib.sha256(command.encode()).hexdigest()[:24]}.tar"
     if not path.is_file():
         with atomic_write(path) as temporary, open(temporary, "wb") as file:
-            done = subprocess.run(command, shell=True, stdout=file, stderr=subprocess.PIPE, check=False)
-            if done.returncode:
-                last = done.stderr.decode("utf8", "replace").strip().splitlines()[-1:]
-                raise ShardError(url, "absent shard", f"the command ended with {done.returncode}: {' '.join(last)}")
+            _run(url, file)
     return path
+
+
+def _run(url: str, file) -> None:
+    done = subprocess.run(url.removeprefix("pipe:"), shell=True, stdout=file, stderr=subprocess.PIPE, check=False)
+    if done.returncode:
+        last = done.stderr.decode("utf8", "replace").strip().splitlines()[-1:]
+        raise ShardError(url, "absent shard", f"the command ended with {done.returncode}: {' '.join(last)}")
+
+
+def opened(url: str) -> int:
+    """A descriptor of the whole shard, to be closed by the caller: the file itself, or a copy without a name, which goes with its descriptor.
+
+    Remote shards and pipes are fetched once, from the beginning to the end. ShardError where there is no such shard or it cannot be read.
+    """
+    if not is_remote(url) and not url.startswith("pipe:"):
+        try:
+            return os.open(local_path(url), os.O_RDONLY)
+        except OSError as error:
+            raise ShardError(url, "absent shard", f"it cannot be opened ({error.strerror})") from None
+    folder = cache_root() / "shards"
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        if url.startswith("pipe:"):
+            _run(url, file)
+        else:
+            size = retried(lambda: _info(url)["size"], url)
+            for start in range(0, size, COPIED):
+                file.write(read_range(url, start, min(COPIED, size - start)))
+            file.flush()
+        return os.dup(file.fileno())
 
 
 def stamp(url: str) -> str:
@@ -144,9 +173,11 @@ def _fetch(url: str, offset: int, size: int) -> bytes:
 
 
 def _read_local(path: str, offset: int, size: int) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(offset)
-        return file.read(size)
+    file = os.open(path, os.O_RDONLY)  # open() would ask for the file's kind, size and place first: five calls a sample
+    try:
+        return os.pread(file, size, offset)
+    finally:
+        os.close(file)
 
 
 def retried(action: Callable[[], Any], url: str, attempts: int = storage.ATTEMPTS) -> Any:
@@ -161,10 +192,14 @@ def retried(action: Callable[[], Any], url: str, attempts: int = storage.ATTEMPT
         raise ShardError(url, "unreadable shard", str(error)) from error
 
 
-def members(url: str) -> Iterator[TarMember]:
-    """The files of a shard in order. Ends with ShardError where the tar is cut short, after the whole members have been given."""
-    size = retried(lambda: _info(url)["size"], url) if is_remote(url) else os.stat(local_path(url)).st_size
-    with _opened(url) as file:
+def members(url: str, descriptor: int | None = None) -> Iterator[TarMember]:
+    """The files of a shard in order; ``descriptor`` is the shard where it is `opened`.
+
+    Ends with ShardError where the tar is cut short, after the whole members have been given.
+    """
+    size = retried(lambda: _info(url)["size"], url) if descriptor is None and is_remote(url) else os.stat(local_path(url) if descriptor is None else descriptor).st_size
+    with _reader(url) if descriptor is None else open(os.dup(descriptor), "rb") as file:
+        file.seek(0)
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 for info in tar:
@@ -179,7 +214,7 @@ def members(url: str) -> Iterator[TarMember]:
         raise ShardError(url, "truncated tar", f"no end mark; the file stops at {size} bytes")
 
 
-def _opened(url: str):
+def _reader(url: str):
     if not is_remote(url):
         return open(local_path(url), "rb")
     return _Remote(url)

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import itertools
 import logging
 import operator
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mmkit.cache import atomic_write, cache_root
 from mmkit.config import FilterRule
-from mmkit.data.tar_files import ShardError, TarMember, members, read_range, stamp
+from mmkit.data.example import IMAGE, BadRecord, Example, ImageRef, Turn
+from mmkit.data.tar_files import ShardError, TarMember, is_remote, members, opened, read_range, stamp
 from mmkit.storage import ATTEMPTS
 
 log = logging.getLogger(__name__)
@@ -54,6 +58,7 @@ class ShardIndex:
     found: Counter = field(default_factory=Counter)  # extension -> files
     message: str = ""  # what was wrong with the shard as a whole
     suspect_until: float = 0.0  # all attempts to read it have failed: until then one attempt has to do
+    file: int | None = None  # the shard's descriptor while it is `tar_files.opened`
 
     def __len__(self) -> int:
         return len(self.names)
@@ -65,6 +70,27 @@ class ShardIndex:
     def picture_name(self, i: int) -> str:
         """A name of sample ``i``'s picture that is unique over shards."""
         return f"{self.url}/{self.key(i)}.{IMAGE_EXTENSIONS[self.kinds[i]]}"
+
+    def example(self, i: int, source: str) -> Example:
+        """Sample ``i``: the picture's encoded bytes, the caption as an assistant's turn, metadata in ``meta``; BadRecord where it cannot be read."""
+        key = self.key(i)
+        try:
+            picture, caption, meta = self.read(i)
+        except ShardError as error:
+            raise BadRecord(str(error), key=key, source=source, reason=error.reason) from error
+        turns = (Turn("user", IMAGE, trained=False), Turn("assistant", caption))
+        return Example(key, (ImageRef(picture, name=self.picture_name(i)),), turns, source=source, meta=meta)
+
+    def close(self) -> None:
+        """Gives back the descriptor, where the shard is opened."""
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+    def row(self) -> dict[str, Any]:
+        """What people want to know: samples found and usable, left out by cause, what is wrong with the shard."""
+        causes = {cause: n for cause, n in self.counts.items() if cause != "samples"}
+        return {"shard": self.url, "samples": self.counts["samples"], "ok": len(self), **causes, "message": self.message}
 
     @property
     def bad(self) -> int:
@@ -85,6 +111,8 @@ class ShardIndex:
 
     def _range(self, offset: int, size: int) -> bytes:
         """A part of the shard. Where it has just failed for good, one attempt: each of its samples would wait as long as the first."""
+        if self.file is not None:
+            return os.pread(self.file, size, offset)
         try:
             return read_range(self.url, offset, size, 1 if time.monotonic() < self.suspect_until else ATTEMPTS)
         except ShardError as error:
@@ -98,10 +126,8 @@ def index_of(url: str, caption: str = "txt", filters: Sequence[FilterRule] = ())
     try:
         mark = stamp(url)
     except ShardError as error:
-        return ShardIndex(url, *_arrays([], [], []), Counter({error.reason: 1}), message=error.message)
-    rules = json.dumps([rule.model_dump() for rule in filters], sort_keys=True, default=str)
-    name = hashlib.sha256(f"{VERSION} {url} {mark} {caption} {rules}".encode()).hexdigest()[:32]
-    path = cache_root() / "shards" / f"{name}.npz"
+        return _absent(url, error)
+    path = cache_root() / "shards" / f"{_name(url, mark, caption, filters)}.npz"
     if path.is_file():
         return _load(url, path)
     index = build(url, caption, filters)
@@ -110,15 +136,63 @@ def index_of(url: str, caption: str = "txt", filters: Sequence[FilterRule] = ())
     return index
 
 
-def build(url: str, caption: str = "txt", filters: Sequence[FilterRule] = ()) -> ShardIndex:
-    """Reads a shard's headers once. Damage ends the reading and is counted; the whole samples before it stay."""
+def opened_index(url: str, caption: str = "txt", filters: Sequence[FilterRule] = (), most: int | None = None) -> ShardIndex:
+    """The index of a shard that is opened for reading it whole (`tar_files.opened`); the caller closes it. Nothing is kept.
+
+    With ``most`` samples wanted a remote shard is not copied: its beginning is read where it lies. An absent shard gives an empty index.
+    """
+    try:
+        return build(url, caption, filters, file=None if most and is_remote(url) else opened(url), most=most)
+    except ShardError as error:
+        log.warning("%s", error)
+        return _absent(url, error)
+
+
+def remember(url: str, size: int, caption: str, filters: Sequence[FilterRule]) -> None:
+    """Keeps the number of usable samples of a shard."""
+    path = _size_file(url, caption, filters)
+    if not path.is_file():
+        with atomic_write(path) as temporary:
+            temporary.write_text(str(size))
+
+
+def remembered(url: str, caption: str, filters: Sequence[FilterRule]) -> int | None:
+    """The number kept by `remember`, None where there is none or the shard has changed."""
+    path = _size_file(url, caption, filters)
+    return int(path.read_text()) if path.is_file() else None
+
+
+def _size_file(url: str, caption: str, filters: Sequence[FilterRule]) -> Path:
+    try:
+        mark = "" if url.startswith("pipe:") else stamp(url)
+    except ShardError as error:
+        mark = error.reason
+    return cache_root() / "shards" / "sizes" / _name(url, mark, caption, filters)
+
+
+def _absent(url: str, error: ShardError) -> ShardIndex:
+    return ShardIndex(url, *_arrays([], [], []), Counter({error.reason: 1}), message=error.message)
+
+
+def _name(url: str, mark: str, caption: str, filters: Sequence[FilterRule]) -> str:
+    rules = json.dumps([rule.model_dump() for rule in filters], sort_keys=True, default=str)
+    return hashlib.sha256(f"{VERSION} {url} {mark} {caption} {rules}".encode()).hexdigest()[:32]
+
+
+def build(
+    url: str, caption: str = "txt", filters: Sequence[FilterRule] = (), *, file: int | None = None, most: int | None = None
+) -> ShardIndex:
+    """Reads a shard's headers once, from its descriptor ``file`` where it is opened; the first ``most`` samples only, where given.
+
+    Damage ends the reading and is counted; the whole samples before it stay.
+    """
     keys, kinds, spans = [], [], []
-    index = ShardIndex(url, *_arrays(keys, kinds, spans))
-    for key, files in _samples(url, index):
+    index = ShardIndex(url, *_arrays(keys, kinds, spans), file=file)
+    for key, files in itertools.islice(_samples(url, index), most):
         index.counts["samples"] += 1
         index.found.update(files.keys())
         picture = next((name for name in IMAGE_EXTENSIONS if name in files), None)
-        cause = _unusable(picture, files, caption) or _filtered(url, files, filters)
+        cause = _unusable(picture, files, caption) or _filtered(index, files, filters)
         if cause:
             index.counts[cause] += 1
             continue
@@ -139,7 +213,7 @@ def _samples(url: str, index: ShardIndex) -> Iterator[tuple[str, dict[str, TarMe
     key, files = "", {}
     seen: set[str] = set()
     try:
-        for member in members(url):
+        for member in members(url, index.file):
             folder, _, name = member.name.rpartition("/")
             base, _, extension = name.partition(".")
             if not base or not extension:
@@ -170,11 +244,11 @@ def _unusable(picture: str | None, files: dict[str, TarMember], caption: str) ->
     return "missing image" if picture is None else "missing text"
 
 
-def _filtered(url: str, files: dict[str, TarMember], filters: Sequence[FilterRule]) -> str:
+def _filtered(index: ShardIndex, files: dict[str, TarMember], filters: Sequence[FilterRule]) -> str:
     """The counter of the first rule that removes a sample, or an empty text."""
     if not filters:
         return ""
-    meta = _metadata(read_range(url, files["json"].offset, files["json"].size)) if "json" in files else {}
+    meta = _metadata(index._range(files["json"].offset, files["json"].size)) if "json" in files else {}
     if meta is None:
         return "bad json"
     return next((f"{FILTERED}{title(rule)}" for rule in filters if not keeps(rule, meta)), "")

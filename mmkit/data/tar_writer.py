@@ -110,12 +110,15 @@ def _bytes(key: str, name: str, value: Any) -> bytes:
         return json.dumps(value, ensure_ascii=False).encode("utf8")
     raise ValueError(f"sample {key!r}: field {name!r} is {type(value).__name__}; give bytes, text, or a value for json")
 
+
 def write_examples(source: Sequence[Example], folder: str, **options: Any) -> dict[str, int]:
     """Every image-text pair of a source as shards in ``folder``; returns shard -> samples. ``options`` are `ShardWriter`'s.
 
     Keys are numbers; the source's own key and metadata go into ``json``. JPEG, PNG and WebP files are copied byte for byte, other
     pictures become PNG. ValueError naming a sample that has no caption or not one picture.
     """
+    if not len(source):
+        raise ValueError("the source has no example; nothing was written")
     with ShardWriter(folder, **options) as writer:
         for i in range(len(source)):
             example = source[i]

@@ -130,6 +130,21 @@ def check_names(names: Iterable[str], present: bool = True) -> None:
                 raise ConfigError(f"task {name!r}: no set at {folder}; put clip-benchmark's tar set there, or set MMKIT_EVAL_DATA to where it is")
 
 
+def check_metric(metric: str | None, names: Sequence[str]) -> None:
+    """ConfigError where ``metric``, a value to be watched in training, is of none of the tasks scored there (the demo's without names)."""
+    from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS
+
+    if metric is None or not metric.startswith("eval_") or metric == "eval_loss":
+        return
+    scored = [member for name in names or CLIP_TASKS for member in ((name,) if name in CLIP_TASKS else collections.members(name))]
+    if not any(metric.startswith(f"eval_{task}_") for task in scored):
+        near = nearest(metric, [f"eval_{task}" for task in scored])
+        raise ConfigError(
+            f"train.checkpoint.best_metric {metric!r} is of no task of evaluation.tasks{near}; "
+            f"they give eval_TASK_METRIC, for {', '.join(scored[:8])}{' ...' if len(scored) > 8 else ''}"
+        )
+
+
 def data_root() -> str:
     """The folder or URL that holds ``wds_NAME`` folders."""
     return os.environ.get("MMKIT_EVAL_DATA", "data/eval")

@@ -14,6 +14,7 @@ from mmkit.figures.drawn import Drawn, blank
 from mmkit.figures.examples import answers as draw_answers
 from mmkit.launch.launch import Launched, read_metrics
 
+HELD_OUT = "eval_loss"
 CONTROLS = {
     "shuffled": "same model, pictures shuffled",
     "prior": "best answer to the question alone",
@@ -23,7 +24,7 @@ CONTROLS = {
 
 
 def curves(runs: str | Path | Mapping[str, str | Path], smooth: int = 0, name: str = "training") -> Drawn:
-    """Loss, gradient norm and learning rate over steps of one run folder, or of several by label.
+    """Loss (dots: of held-out data), gradient norm and learning rate over steps of one run folder, or of several by label.
 
     ``smooth`` steps are averaged for the thick line (0 = a twentieth of the run). ConfigError where a folder has no metrics yet.
     """
@@ -36,6 +37,8 @@ def curves(runs: str | Path | Mapping[str, str | Path], smooth: int = 0, name: s
             mean = part[column].rolling(window, min_periods=1, center=True).mean()
             axis.plot(part["step"], part[column], color=f"C{number}", linewidth=0.6, alpha=0.35)
             axis.plot(part["step"], mean, color=f"C{number}", linewidth=1.6, label=label)
+            if column == "loss" and (held_out := part[part[HELD_OUT].notna()] if HELD_OUT in part else part[:0]).size:
+                axis.plot(held_out["step"], held_out[HELD_OUT], "o", color=f"C{number}", markersize=4, label=f"{label}, held out")
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.25)
     axes[0].legend(fontsize=8)
@@ -61,7 +64,8 @@ def _metrics(label: str, folder: str | Path) -> pd.DataFrame:
     records = read_metrics(folder)
     if not records:
         raise ConfigError(f"{folder} has no metrics.jsonl yet; train it first (notebooks 02_pretrain and 03_finetune, or mmkit train)")
-    keep = ("step", "loss", "grad_norm", "lr", "targets", "samples", "seconds")
+    keep = ["step", "loss", "grad_norm", "lr", "targets", "samples", "seconds"]
+    keep += [HELD_OUT] if any(HELD_OUT in record for record in records) else []
     rows = [{key: _number(record.get(key)) for key in keep} for record in records]
     return pd.DataFrame(rows).assign(run=label)
 

@@ -157,10 +157,11 @@ def evaluation_of(run: RunConfig) -> Callable | None:
     """What is measured every ``train.eval_every`` steps: a contrastive run's tasks, or those of the demo where it names none."""
     if run.model.kind != "clip" or not run.train.eval_every:
         return None
-    from mmkit.evaluation.clip_sets import check_names, during_training
+    from mmkit.evaluation.clip_sets import check_metric, check_names, during_training
     from mmkit.models.build import image_transforms, tokenizer
 
     check_names(run.evaluation.tasks)
+    check_metric(run.train.checkpoint.best_metric, run.evaluation.tasks)
     return during_training(tokenizer(run.model), image_transforms(run.model), run.evaluation.tasks, run.evaluation.batch)
 
 

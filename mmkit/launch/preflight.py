@@ -15,9 +15,10 @@ from typing import Any
 
 import psutil
 
-from mmkit.config import ConfigError, RunConfig, load
+from mmkit.config import ConfigError, RunConfig, SourceConfig, load
 from mmkit.sharding.plan import Machine, Part, Plan, accelerator, count_parts, make_plan, size
 
+TRAINING = "training"
 CPU_FLOPS = 5e10  # a core's rate in fp32 matrix products; half precision is slower or faster with the processor
 
 
@@ -57,8 +58,13 @@ class Preflight:
 def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     """Counts the model of ``run``, plans it, looks at its data, and raises TooLargeError where it cannot run here.
 
+    ConfigError for a schedule or best checkpoint that watches what is not measured, and for held-out data that are trained on.
     A dry run is never too large: it is meant for looking at a model on a machine that cannot hold it. Nothing is downloaded.
     """
+    from mmkit.training.validation import check
+
+    if run.stage != "eval":
+        check(run, tasks=run.model.kind == "clip")
     module = build_meta(run)
     plan = make_plan(run, count(run, module), machine or this_machine(run.devices))
     if not run.dry_run:
@@ -191,25 +197,30 @@ def nvidia_gpus() -> list[tuple[str, int]]:
 
 
 def data_rows(run: RunConfig) -> tuple[list[dict[str, Any]], int | None]:
-    """One row a source (is it there, how many examples) and the number of examples in all; None where a source is not here.
+    """One row a source (is it there, how many examples) and the number of training examples in all; None where a source is not here.
 
     In a dry run a missing source is only told; otherwise it is a ConfigError, since the run would fail at its first batch.
     """
-    from mmkit.data.readers import open_source
+    from mmkit.data.loader import looked_at
 
     rows, total = [], 0
-    for source in run.data.sources:
-        row = {"source": source.name, "format": source.format, "path": source.path}
+    for source, use in sources_of(run):
+        row = {"source": source.name, "use": use, "format": source.format, "path": source.path}
         try:
-            examples = len(open_source(source, run.data))
+            _, examples = looked_at(source, run.data, run.model)
         except (ConfigError, OSError, ValueError) as error:
             if not run.dry_run:
-                raise ConfigError(f"data source {source.name!r}: {error}") from None
+                raise ConfigError(f"{use} source {source.name!r}: {error}") from None
             rows.append(row | {"examples": 0, "state": f"not here: {str(error).splitlines()[0]}"})
             continue
         rows.append(row | {"examples": examples, "state": "ok"})
-        total += min(examples, source.cap or examples)
+        total += min(examples, source.cap or examples) if use == TRAINING else 0
     return rows, total or None
+
+
+def sources_of(run: RunConfig) -> list[tuple[SourceConfig, str]]:
+    """Every source of a run with what it is used for."""
+    return [*((source, TRAINING) for source in run.data.sources), *((source, "validation") for source in run.data.validation)]
 
 
 def check_examples(run: RunConfig, decode: int = 64) -> list[dict[str, Any]]:
@@ -218,14 +229,14 @@ def check_examples(run: RunConfig, decode: int = 64) -> list[dict[str, Any]]:
     A source that is not here is a row of its own, so that a data notebook can show it; nothing is raised.
     """
     from mmkit.data.images import image_size, open_image
-    from mmkit.data.readers import open_source
+    from mmkit.data.loader import looked_at
 
     rows = []
-    for config in run.data.sources:
-        row = {"source": config.name, "format": config.format, "path": config.path, "examples": 0, "opened": 0, "bad": 0, "first fault": ""}
+    for config, use in sources_of(run):
+        row = {"source": config.name, "use": use, "format": config.format, "path": config.path}
+        row |= {"examples": 0, "opened": 0, "bad": 0, "first fault": ""}
         try:
-            source = open_source(config, run.data)
-            row["examples"] = len(source)
+            source, row["examples"] = looked_at(config, run.data, run.model)
         except (ValueError, OSError) as error:
             rows.append(row | {"bad": 1, "first fault": str(error).splitlines()[0]})
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,12 +10,12 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from mmkit.config import ClipConfig, ConfigError, EncoderConfig, ModelConfig
+from mmkit.config import ClipConfig, ConfigError, EncoderConfig, ModelConfig, VlmConfig
 from mmkit.models import packs
-from mmkit.models.convert.files import locate
-from mmkit.models.encoders import build_encoder, load_encoder, resolution_of, spec_of
+from mmkit.models.convert import files
+from mmkit.models.encoders import build_encoder, load_encoder, resolution_of, source_of, source_readers, spec_of
+from mmkit.models.hollow import Reader, SkipInit, without_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,27 +44,52 @@ def build(config: ModelConfig, device: str | torch.device = "cpu", weights: bool
         return VisionLanguageModel(config, language, encoders)
 
 
+def build_hollow(config: VlmConfig) -> tuple[nn.Module, dict[str, Reader]]:
+    """As `build`, but what source files hold stays on the meta device; and name -> function that reads it, for each of these tensors."""
+    from mmkit.models.language import hollow_language, load_language
+    from mmkit.models.vlm import VisionLanguageModel
+
+    readers, encoders = {}, []
+    for index, settings in enumerate(config.encoders):
+        drawn = settings.weights == "random"
+        with contextlib.nullcontext() if drawn else without_memory():
+            encoders.append(build_encoder(settings))
+        found = {} if drawn else source_readers(encoders[-1], settings)
+        readers |= {f"encoders.{index}.{name}": read for name, read in found.items()}
+    source = config.language.source
+    if source == "random":
+        language, found = load_language(config.language), {}
+    else:
+        language, found = hollow_language(config.language, pack_folder(source) or files.locate(source))
+    readers |= {f"language.{name}": read for name, read in found.items()}
+    table = language.get_input_embeddings().weight
+    name = next(name for name, value in language.named_parameters() if value is table)
+    return VisionLanguageModel(config, language, encoders, found[name]() if name in found else table), readers
+
+
+def units_of(config: VlmConfig) -> dict[str, str | None]:
+    """Parts that have a source of their own, and that source (None: untrained)."""
+    language = config.language.source
+    out = {f"encoders.{index}": source_of(encoder) for index, encoder in enumerate(config.encoders)}
+    return out | {"language": None if language == "random" else language}
+
+
+def unit_readers(config: VlmConfig, unit: str, source: str) -> dict[str, Reader]:
+    """Our name -> function that reads a tensor of part ``unit`` from its ``source``."""
+    if unit == "language":
+        readers = files.readers(pack_folder(source) or files.locate(source))
+    else:
+        settings = config.encoders[int(unit.split(".")[1])]
+        readers = source_readers(build_encoder(settings, "meta"), settings)
+    return {f"{unit}.{name}": read for name, read in readers.items()}
+
+
 def _encoder(config: EncoderConfig, device: str | torch.device, read: bool) -> nn.Module:
     if not read or config.weights == "random":
         return build_encoder(config, device)
     with SkipInit():
         encoder = build_encoder(config, device)
     return load_encoder(encoder, config)
-
-
-class SkipInit(TorchFunctionMode):
-    """While active, random initialisation does nothing: every weight is read from a file afterwards, and 10^9 draws take a minute."""
-
-    NAMES = frozenset(
-        ("normal_", "uniform_", "trunc_normal_", "_no_grad_trunc_normal_", "erfinv_", "kaiming_uniform_", "kaiming_normal_",
-         "xavier_uniform_", "xavier_normal_", "orthogonal_")
-    )  # fmt: skip
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Returns the tensor untouched where ``func`` would fill it with random numbers."""
-        if getattr(func, "__name__", "") in self.NAMES:
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
 
 
 def pack_folder(source: str | None) -> Path | None:
@@ -107,7 +133,7 @@ def _tokenizer_from(source: str) -> PreTrainedTokenizerBase:
         raise ConfigError("language.source 'random' brings no tokenizer; set language.tokenizer, e.g. to 'bytes'")
     if source == "bytes":
         return packs.byte_tokenizer()
-    path = pack_folder(source) or locate(source)
+    path = pack_folder(source) or files.locate(source)
     try:
         out = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:

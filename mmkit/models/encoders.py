@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mmkit.config import ConfigError, EncoderConfig, nearest
 from mmkit.models import packs
 from mmkit.models.convert import files
+from mmkit.models.hollow import Reader
 
 Triple = tuple[float, float, float]
 CLIP_MEAN: Triple = (0.48145466, 0.4578275, 0.40821073)
@@ -352,8 +353,8 @@ def load_encoder(encoder: Encoder, config: EncoderConfig) -> Encoder:
     """``encoder`` with the weights that ``config`` names copied in; "random" leaves it untrained."""
     if config.weights != "random":
         state = encoder.state_dict()
-        for name, tensor in source_tensors(encoder, config):
-            state[name].copy_(tensor)
+        for name, read in source_readers(encoder, config).items():
+            state[name].copy_(read())
     return encoder
 
 
@@ -365,40 +366,33 @@ def source_of(config: EncoderConfig) -> str | None:
     return None if source == "random" else source
 
 
-def source_tensors(encoder: Encoder, config: EncoderConfig) -> Iterator[tuple[str, Tensor]]:
-    """(name in ``encoder``, tensor) from its source, one at a time; ValueError naming what is missing, unexpected or of another shape."""
+def source_readers(encoder: Encoder, config: EncoderConfig) -> dict[str, Reader]:
+    """Name in ``encoder`` -> function that reads it from the source; ValueError naming what is missing, unexpected or of another shape."""
     source, family = source_of(config), spec_of(config).family
     wanted = {name.removeprefix("trunk."): tensor.shape for name, tensor in encoder.state_dict().items()}
-    found, unexpected = set(), []
-    for name, tensor in _in_trunk_names(source, family):
-        if name not in wanted:
-            unexpected += [] if name in encoder.dropped else [name]
-        elif tensor.shape != wanted[name]:
+    stored = _in_trunk_names(source, family)
+    found = {name: read for name, read in stored.items() if name in wanted}
+    for name, read in found.items():
+        if (shape := read().shape) != wanted[name]:
             raise ValueError(
-                f"encoder {config.name!r} from {source}: {name} has shape {tuple(tensor.shape)}, "
-                f"the model needs {tuple(wanted[name])}"
+                f"encoder {config.name!r} from {source}: {name} has shape {tuple(shape)}, the model needs {tuple(wanted[name])}"
             )
-        else:
-            found.add(name)
-            yield f"trunk.{name}", tensor
-    missing = sorted(name for name in set(wanted) - found if not name.endswith("num_batches_tracked"))
+    unexpected = sorted(set(stored) - set(wanted) - encoder.dropped)
+    missing = sorted(name for name in set(wanted) - set(found) if not name.endswith("num_batches_tracked"))
     if missing or unexpected:
         raise ValueError(
-            f"encoder {config.name!r} from {source}: missing {missing or 'nothing'}; "
-            f"unexpected {sorted(unexpected) or 'nothing'}"
+            f"encoder {config.name!r} from {source}: missing {missing or 'nothing'}; unexpected {unexpected or 'nothing'}"
         )
+    return {f"trunk.{name}": read for name, read in found.items()}
 
 
-def _in_trunk_names(source: str, family: str) -> Iterator[tuple[str, Tensor]]:
+def _in_trunk_names(source: str, family: str) -> dict[str, Reader]:
     if source.startswith("pack:"):
-        yield from packs.encoder_state(source.removeprefix("pack:")).items()
-        return
-    path = files.locate(source)
-    names = files.names(path)
-    prefix = next((prefix for prefix in _PREFIXES[family] if any(name.startswith(prefix) for name in names)), "")
-    for name, tensor in files.tensors(path):
-        if name.startswith(prefix):
-            yield name.removeprefix(prefix), tensor
+        state = packs.encoder_state(source.removeprefix("pack:"))
+        return {name: functools.partial(state.__getitem__, name) for name in state}
+    stored = files.readers(files.locate(source))
+    prefix = next((prefix for prefix in _PREFIXES[family] if any(name.startswith(prefix) for name in stored)), "")
+    return {name.removeprefix(prefix): read for name, read in stored.items() if name.startswith(prefix)}
 
 
 # ---------------------------------------------------------------- open_clip:, timm:, hf: names

@@ -6,6 +6,7 @@ questions about one image and cached keys are all one comparison between query a
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from mmkit.config import LanguageConfig, nearest
+from mmkit.models.convert import files
+from mmkit.models.hollow import Reader, same_tensor, without_memory
 
 if TYPE_CHECKING:
     from transformers import Cache, PretrainedConfig, PreTrainedModel
@@ -70,6 +73,37 @@ def load_language(config: LanguageConfig, device: str | torch.device = "cpu", we
     return _from_weights(str(folder or config.source), wanted).to(device)
 
 
+def hollow_language(config: LanguageConfig, folder: Path) -> tuple[PreTrainedModel, dict[str, Reader]]:
+    """The model of ``config`` built under `hollow.without_memory`, and for each of its tensors a function that reads it from ``folder``.
+
+    Where the files have other names, shapes or ties than the model (transformers converts some families while it loads them), the whole
+    model with its weights, and no functions. ValueError as of `load_language`.
+    """
+    wanted = hf_config(config.architecture)
+    old = _stored_config(str(folder), wanted).vocab_size
+    with without_memory():
+        language = load_language(config, weights=False)
+    tables = [table.weight for table in (language.get_input_embeddings(), language.get_output_embeddings()) if table is not None]
+    parameters = language.named_parameters(remove_duplicate=False)
+    grown = {name for name, value in parameters if wanted.vocab_size > old and any(value is table for table in tables)}
+    stored, state, readers = files.readers(folder), language.state_dict(), {}
+    for names in same_tensor(language):
+        found = [stored[name] for name in names if name in stored]
+        shape = (old, *state[names[0]].shape[1:]) if names[0] in grown else state[names[0]].shape
+        if len(found) != 1 or found[0]().shape != shape:
+            logger.info("%s is read by transformers as a whole: it has no tensor %s as this model has it", folder, names[0])
+            return load_language(config, folder=folder), {}
+        read = functools.partial(_grown, found[0], wanted.vocab_size) if names[0] in grown else found[0]
+        readers |= dict.fromkeys(names, read)
+    return language, readers
+
+
+def _grown(read: Reader, size: int) -> Tensor:
+    """A table (V, D) in fp32 with rows added up to ``size``, each the mean of the old ones (as `grow_vocabulary`)."""
+    table = read().float()
+    return torch.cat([table, table.mean(0).expand(size - len(table), -1)])
+
+
 def hf_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
     """The transformers config of an ``architecture`` mapping; ValueError for a model type or activation it does not have."""
     from transformers import AutoConfig
@@ -90,8 +124,9 @@ def attention(config: PretrainedConfig) -> str:
     return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
 
-def _from_weights(folder: str, wanted: PretrainedConfig) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _stored_config(folder: str, wanted: PretrainedConfig) -> PretrainedConfig:
+    """The config beside the weights; ValueError where ``wanted`` has other sizes."""
+    from transformers import AutoConfig
 
     stored = AutoConfig.from_pretrained(folder)
     for name in ("model_type", *SIZES):
@@ -103,6 +138,13 @@ def _from_weights(folder: str, wanted: PretrainedConfig) -> PreTrainedModel:
             f"language.architecture.vocab_size {wanted.vocab_size} is smaller than the {stored.vocab_size} of the weights in {folder}; "
             f"use at least {stored.vocab_size}"
         )
+    return stored
+
+
+def _from_weights(folder: str, wanted: PretrainedConfig) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    stored = _stored_config(folder, wanted)
     vocabulary = wanted.vocab_size
     wanted.vocab_size = stored.vocab_size
     language, report = AutoModelForCausalLM.from_pretrained(

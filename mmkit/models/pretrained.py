@@ -11,7 +11,8 @@ Nothing is told from the name of a folder. Not here: training checkpoints (`trai
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
+import functools
 import importlib.metadata
 import json
 import logging
@@ -26,9 +27,9 @@ from torch import Tensor, nn
 
 from mmkit.cache import atomic_folder
 from mmkit.config import ClipConfig, ConfigError, ModelConfig, VlmConfig
-from mmkit.models.build import SkipInit, build, pack_folder
+from mmkit.models.build import build, build_hollow, unit_readers, units_of
 from mmkit.models.convert import files, llava
-from mmkit.models.encoders import build_encoder, source_of, source_tensors
+from mmkit.models.hollow import SkipInit, Stored, base_name, digest_of, same_tensor, without_memory
 from mmkit.models.language import hf_config
 from mmkit.storage import fetched, is_remote
 
@@ -88,11 +89,6 @@ def _untied(model: nn.Module) -> Stream:
             yield name, tensor
 
 
-def _base_name(name: str) -> str:
-    """The name without adapters: peft puts ``base_layer`` between a layer and its weight."""
-    return name.replace(".base_layer.", ".")
-
-
 def _stored(stream: Iterable[tuple[str, Tensor]], sources: dict[str, _Source], references: dict, adapters: dict[str, Tensor]) -> Stream:
     """What goes into the weight files; the rest is put into ``references`` and ``adapters`` as it passes."""
     for name, tensor in stream:
@@ -101,7 +97,7 @@ def _stored(stream: Iterable[tuple[str, Tensor]], sources: dict[str, _Source], r
             continue
         if _QUANTISATION.search(name):
             continue
-        name = _base_name(name)
+        name = base_name(name)
         unit = next((unit for unit in sources if name.startswith(unit + ".")), None)
         digest = sources[unit].hashes.get(name) if unit else None
         quantised = tensor.dtype in (torch.uint8, torch.int8)
@@ -120,57 +116,36 @@ def _stored(stream: Iterable[tuple[str, Tensor]], sources: dict[str, _Source], r
 class _Source:
     """A source of a part of the model, and the digest of each of its tensors under our names, in the type the model keeps it in."""
 
-    def __init__(self, source: str, tensors: Stream, dtypes: dict[str, torch.dtype]):
+    def __init__(self, source: str, stored: dict[str, Stored], dtypes: dict[str, torch.dtype]):
         self.source = source
-        self.hashes = {name: digest_of(tensor.to(dtypes.get(name, tensor.dtype))) for name, tensor in tensors}
+        self.hashes = {name: digest_of(one.checked(), dtypes.get(name)) for name, one in stored.items()}
 
 
 def _source_hashes(model: nn.Module, config: VlmConfig) -> dict[str, _Source]:
     """Part name -> its source, for frozen parts whose source can be read now."""
     out = {}
-    for unit, source in _units(config).items():
+    for unit, source in units_of(config).items():
         part = model.get_submodule(unit)
         if source is None or any(p.requires_grad for name, p in part.named_parameters() if ".lora_" not in name):
             continue
-        state = {f"{unit}.{_base_name(name)}": tensor.dtype for name, tensor in part.state_dict().items()}
+        state = {f"{unit}.{base_name(name)}": tensor.dtype for name, tensor in part.state_dict().items()}
         if torch.uint8 in state.values() or torch.int8 in state.values():
             source = getattr(model, "weights_from", source)  # quantised weights cannot be compared with a source: it must be the right one
         dtypes = {name: dtype for name, dtype in state.items() if dtype.is_floating_point}
         try:
-            out[unit] = _Source(source, _unit_tensors(unit, source, config), dtypes)
+            out[unit] = _Source(source, _unit_stored(unit, source, config), dtypes)
         except (ValueError, OSError) as error:
             logger.info("%s is stored whole: its source %s cannot be read to compare (%s)", unit, source, error)
     return out
 
 
-def _units(config: VlmConfig) -> dict[str, str | None]:
-    """Parts that have a source of their own, and that source (None: untrained)."""
-    language = config.language.source
-    out = {f"encoders.{index}": source_of(encoder) for index, encoder in enumerate(config.encoders)}
-    return out | {"language": None if language == "random" else language}
-
-
-def _unit_tensors(unit: str, source: str, config: VlmConfig) -> Stream:
-    """(our name, tensor) of a part, from its source: that of the config, or an earlier export."""
+def _unit_stored(unit: str, source: str, config: VlmConfig) -> dict[str, Stored]:
+    """Our name -> tensor of a part, in its source: that of the config, or an earlier export."""
     if (Path(source) / "config.json").is_file() and MARK in json.loads((Path(source) / "config.json").read_text(encoding="utf8")):
-        stored, content = read_config(source)
-        for name, tensor in stored_tensors(Path(source), stored, content, merge=True):
-            if name.startswith(unit + "."):
-                yield name, tensor
-    elif unit == "language":
-        for name, tensor in files.tensors(pack_folder(source) or files.locate(source)):
-            yield f"language.{name}", tensor
-    else:
-        settings = config.encoders[int(unit.split(".")[1])]
-        for name, tensor in source_tensors(build_encoder(settings, "meta"), settings):
-            yield f"{unit}.{name}", tensor
-
-
-def digest_of(tensor: Tensor) -> str:
-    """``dtype:sha256`` of a tensor's shape and bytes."""
-    digest = hashlib.sha256(str(tuple(tensor.shape)).encode())
-    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return f"{str(tensor.dtype).removeprefix('torch.')}:{digest.hexdigest()}"
+        config, content = read_config(source)
+        found = stored_tensors(Path(source), config, content, merge=True)
+        return {name: one for name, one in found.items() if name.startswith(unit + ".")}
+    return {name: Stored(source, read) for name, read in unit_readers(config, unit, source).items()}
 
 
 def _version() -> str:
@@ -211,14 +186,13 @@ def _write_adapter(model: nn.Module, folder: Path, adapters: dict[str, Tensor]) 
     renamed = {"base_model.model." + name.replace(".default.", "."): tensor for name, tensor in adapters.items()}
     files.write(iter(renamed.items()), folder, "adapter_model")
     _check_files(folder, list(renamed))
-    llava.adapter_halves(folder)
+    if not config["use_dora"]:  # its magnitudes have no halves
+        llava.adapter_halves(folder)
 
 
 def lora_config(stored: dict[str, Any], source: str):
     """peft's LoraConfig from a stored mapping. Settings this peft does not know are ignored, with a note, where they are off;
     otherwise ValueError naming the peft version that wrote them."""
-    import dataclasses
-
     import peft
 
     known = {field.name for field in dataclasses.fields(peft.LoraConfig)}
@@ -300,48 +274,85 @@ def from_pretrained(
     with SkipInit():
         model = build(config, weights=False)
     model.to(device=device, dtype=dtype)
-    files.fill(model, stored_tensors(folder, config, content, merge), str(folder))
+    stored = stored_tensors(folder, config, content, merge)
+    files.fill(model, ((name, one.checked()) for name, one in stored.items()), str(folder))
     if (folder / "adapter").is_dir() and not merge:
         _inject_adapter(model, folder / "adapter")
     model.weights_from = str(source if is_remote(source) else folder.resolve())
     return model, config
 
 
-def stored_tensors(folder: Path, config: ModelConfig, content: dict[str, Any], merge: bool) -> Stream:
-    """(our name, tensor) of an export: stored ones, then referenced ones from their sources, checked by hash."""
-    stream = _all_tensors(folder, config, content)
-    if not merge or not (folder / "adapter").is_dir():
-        return stream
-    adapter = folder / "adapter"
-    return llava.merge(stream, llava.adapter_halves(adapter), llava.adapter_config(adapter), str(folder))
+def stored_tensors(folder: Path, config: ModelConfig, content: dict[str, Any], merge: bool) -> dict[str, Stored]:
+    """Our name -> tensor of an export: those it holds, and those it refers to in their sources. With ``merge`` its adapters are in them.
 
-
-def _all_tensors(folder: Path, config: ModelConfig, content: dict[str, Any]) -> Stream:
-    if any(folder.glob("model*.safetensors")):
-        yield from files.tensors(folder)
-    for unit, entry in content["references"].items():
-        left = dict(entry["tensors"])
-        for name, tensor in _unit_tensors(unit, entry["source"], config):
-            if (digest := left.pop(name, None)) is None:
-                continue
-            tensor = tensor.to(getattr(torch, digest.split(":")[0]))
-            if digest_of(tensor) != digest:
-                raise ValueError(f"{folder}: {name} is taken from {entry['source']}, which has changed since the export (sha256 differs)")
-            yield name, tensor
-        if left:
-            raise ValueError(f"{folder}: {entry['source']} no longer holds {', '.join(sorted(left))}")
-
-
-def load_into(model: nn.Module, config: ModelConfig, folder: str | Path) -> None:
-    """Copies the weights of an export into ``model``, built for ``config``; its adapters are merged.
-
-    ConfigError where the export's architecture is another, naming the setting and both values. ``folder`` may be a URL.
+    ValueError where a source no longer holds a tensor; whether it still holds the same one is seen when it is read (`Stored.checked`).
     """
-    source, folder = folder, fetched(folder)
-    stored, content = read_config(folder)
-    check_same_architecture(config, stored, str(folder))
-    files.fill(model, stored_tensors(folder, stored, content, merge=True), str(folder))
-    model.weights_from = str(source if is_remote(source) else folder.resolve())
+    held = files.readers(folder) if any(folder.glob("model*.safetensors")) else {}
+    found = {name: Stored(str(folder), read) for name, read in held.items()}
+    for unit, entry in content["references"].items():
+        there = _unit_stored(unit, entry["source"], config)
+        if left := set(entry["tensors"]) - set(there):
+            raise ValueError(f"{folder}: {entry['source']} no longer holds {', '.join(sorted(left))}")
+        for name, digest in entry["tensors"].items():
+            found[name] = dataclasses.replace(there[name], digest=digest, referred=f"{folder}: {name}")
+    return found | _merged(found, folder) if merge and (folder / "adapter").is_dir() else found
+
+
+def _merged(found: dict[str, Stored], folder: Path) -> dict[str, Stored]:
+    """The adapted weights of an export with its adapter in them, in fp32; each is computed when it is read."""
+    halves, settings = llava.adapter_halves(folder / "adapter"), llava.adapter_config(folder / "adapter")
+
+    def read(name: str) -> Tensor:
+        layer = name.removesuffix(".weight")
+        base = iter([(name, found[name].checked().float())])
+        return next(llava.merge(base, {layer: halves[layer]}, settings, str(folder)))[1]
+
+    names = [f"{layer}.weight" for layer in halves]
+    if left := sorted(set(names) - set(found)):
+        raise ValueError(f"{folder}: {len(left)} adapted layers have no weight in the base: {', '.join(left)}")
+    return {name: Stored(str(folder), functools.partial(read, name), torch.float32) for name in names}
+
+
+def hollow(config: ModelConfig, folder: str | Path | None = None) -> tuple[nn.Module, dict[str, Stored]]:
+    """The model of ``config`` with the parameters that files hold on the meta device, and where each of its tensors that a file holds is.
+
+    The files are those of an export in ``folder`` (which may be a URL; its adapters are merged), or the sources of ``config``. What no
+    file holds has its values, as have buffers; a contrastive model that does not start from an export is whole.
+    ConfigError where the export's architecture is another, ValueError where its tensors do not fit the model.
+    """
+    if folder is None:
+        model, stored = (build(config), {}) if isinstance(config, ClipConfig) else _hollow_sources(config)
+    else:
+        source, folder = folder, fetched(folder)
+        there, content = read_config(folder)
+        check_same_architecture(config, there, str(folder))
+        with without_memory():
+            model = build(config, weights=False)
+        stored = _for_all_names(model, stored_tensors(folder, there, content, merge=True), str(folder))
+        model.weights_from = str(source if is_remote(source) else folder.resolve())
+    for name, tensor in model.state_dict().items():
+        if name in stored and not tensor.is_meta:
+            tensor.copy_(stored[name].read())
+    return model, stored
+
+
+def _hollow_sources(config: VlmConfig) -> tuple[nn.Module, dict[str, Stored]]:
+    model, readers = build_hollow(config)
+    units = units_of(config)
+    return model, {name: Stored(units[next(u for u in units if name.startswith(f"{u}."))], read) for name, read in readers.items()}
+
+
+def _for_all_names(model: nn.Module, stored: dict[str, Stored], source: str) -> dict[str, Stored]:
+    """``stored`` with each tied tensor under all of its names; ValueError naming what is missing and what is unexpected."""
+    out, problems = {}, []
+    for names in same_tensor(model):
+        found = [stored[name] for name in names if name in stored]
+        problems += [] if found else [f"missing {names[0]}"]
+        out |= dict.fromkeys(names, found[0]) if found else {}
+    problems += [f"unexpected {name}" for name in stored if name not in out]
+    if problems:
+        raise ValueError(f"{source} does not fit the model: {len(problems)} tensors: " + "; ".join(problems))
+    return out
 
 
 def check_same_architecture(config: ModelConfig, stored: ModelConfig, source: str) -> None:

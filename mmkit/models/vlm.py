@@ -44,7 +44,7 @@ class VisionLanguageModel(nn.Module):
     region_real (B, R), and region_starts (B, R, stages) or region_point_real (B, R, P).
     """
 
-    def __init__(self, config: VlmConfig, language: PreTrainedModel, encoders: Sequence[nn.Module]):
+    def __init__(self, config: VlmConfig, language: PreTrainedModel, encoders: Sequence[nn.Module], table: Tensor | None = None):
         super().__init__()
         _check_parts(config, language, encoders)
         self.config = config
@@ -55,7 +55,8 @@ class VisionLanguageModel(nn.Module):
         self.encoders.requires_grad_(False)
         self.connector = build_connector(config.connector, self.widths, self.sides, d_language)
         if config.connector.match_embeddings:
-            match_embeddings(self.connector, self.widths, self.sides, language.get_input_embeddings().weight)
+            table = language.get_input_embeddings().weight if table is None else table
+            match_embeddings(self.connector, self.widths, self.sides, table)
         self.samplers = nn.ModuleList()
         self.regions = build_regions(config.regions, self.widths, self.sides, d_language) if config.regions else None
         self.language = language

@@ -23,7 +23,7 @@ def pack_rows(run: RunConfig) -> list[dict[str, Any]]:
     """One row a pack the run reads (made first where it is not in the cache), with licence, sources, counts and what is missing."""
     from mmkit.data.demo import prepare
 
-    names = list(dict.fromkeys(source.path for source in run.data.sources if source.format == "pack"))
+    names = list(dict.fromkeys(source.path for source in (*run.data.sources, *run.data.validation) if source.format == "pack"))
     fields = ("name", "status", "about", "counts", "sources", "licences", "reason")
     return [{field: getattr(record, field) for field in fields} for record in prepare(names)]
 

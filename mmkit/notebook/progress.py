@@ -44,7 +44,7 @@ class Progress:
         self.total, self.label, self.clock = max(int(total), 1), label, clock
         self.live = watched() if live is None else live
         self.started = self.drawn = clock()
-        self.lines, self.step, self.points, self.handle = 0, 0, [], None
+        self.lines, self.step, self.points, self.held_out, self.handle = 0, 0, [], [], None
         self.latest: dict[str, Any] = {}
 
     def __enter__(self) -> Progress:
@@ -58,9 +58,10 @@ class Progress:
         self.latest = {**(record or {}), **values}
         self.step = int(self.latest.get("step", self.step + 1))
         self.total = int(self.latest.get("total_steps", self.total))
-        loss = self.latest.get("loss")
-        if isinstance(loss, (int, float)) and math.isfinite(loss):
-            self.points.append((self.step, float(loss)))
+        for name, points in (("loss", self.points), ("eval_loss", self.held_out)):
+            loss = self.latest.get(name)
+            if isinstance(loss, (int, float)) and math.isfinite(loss):
+                points.append((self.step, float(loss)))
         if self.step >= self.total:
             return  # the last state is shown by close
         now = self.clock()
@@ -81,7 +82,9 @@ class Progress:
         spent = max(now - self.started, 1e-9)
         parts = [f"{self.label} {self.step}/{self.total} ({100 * self.step // self.total}%)"]
         parts += [
-            f"{name} {self.latest[name]:.4g}" for name in ("loss", "grad_norm", "lr") if isinstance(self.latest.get(name), (int, float))
+            f"{name} {self.latest[name]:.4g}"
+            for name in ("loss", "eval_loss", "grad_norm", "lr")
+            if isinstance(self.latest.get(name), (int, float))
         ]
         left = spent / self.step * (self.total - self.step) if self.step else math.inf
         parts.append(f"{_clock(spent)} so far" + (f", {_clock(left)} left" if 0 < left < math.inf else ""))
@@ -95,7 +98,7 @@ class Progress:
         from IPython.display import HTML, display
 
         self.drawn = now
-        picture = HTML(f"<div>{bar(self.step / self.total)} {self.text(now)}</div>{curve(self.points)}")
+        picture = HTML(f"<div>{bar(self.step / self.total)} {self.text(now)}</div>{curve(self.points, self.held_out)}")
         if self.handle is None:
             self.handle = display(picture, display_id=True)
         else:
@@ -111,18 +114,26 @@ def bar(share: float, width: int = 240) -> str:
     )
 
 
-def curve(points: list[tuple[int, float]], width: int = 560, height: int = 150, most: int = 400) -> str:
-    """The loss so far as an SVG picture of at most ``most`` points; an empty text before there are two."""
+Points = list[tuple[int, float]]
+
+
+def curve(points: Points, held_out: Points = (), width: int = 560, height: int = 150, most: int = 400) -> str:
+    """The loss so far as an SVG picture of at most ``most`` points, that of held-out data as circles; empty before there are two."""
     if len(points) < 2:
         return ""
     kept = points[:: math.ceil(len(points) / most)]
     steps, losses = [step for step, _ in kept], [loss for _, loss in kept]
+    circled = held_out[:: math.ceil(len(held_out) / most) or 1]
+    losses += [loss for _, loss in circled]
     low, high = min(losses), max(losses)
     across = (width - 60) / max(steps[-1] - steps[0], 1)
     up = (height - 30) / ((high - low) or 1.0)
-    path = " ".join(f"{50 + (step - steps[0]) * across:.1f},{10 + (high - loss) * up:.1f}" for step, loss in kept)
+    place = lambda step, loss: (f"{50 + (step - steps[0]) * across:.1f}", f"{10 + (high - loss) * up:.1f}")  # noqa: E731
+    path = " ".join(",".join(place(*point)) for point in kept)
+    circles = "".join('<circle cx="{}" cy="{}" r="3" fill="#d62728"/>'.format(*place(*point)) for point in circled)
     return (
         f'<svg width="{width}" height="{height}" style="font:11px sans-serif"><polyline points="{path}" fill="none" stroke="#1f77b4"/>'
+        f"{circles}"
         f'<text x="0" y="14">{high:.3g}</text><text x="0" y="{height - 18}">{low:.3g}</text>'
         f'<text x="50" y="{height - 4}">step {steps[0]}</text><text x="{width - 70}" y="{height - 4}">step {steps[-1]}</text></svg>'
     )

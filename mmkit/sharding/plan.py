@@ -169,7 +169,7 @@ def state_needs(run: RunConfig, parts: Iterable[Part], devices: int) -> tuple[Ne
             needs.append(Need(part.component, weights=part.parameters * 4.0 / cut.weights))
             continue
         trained = part.trained + part.adapters
-        frozen = _frozen_weights(part, train) / (1 if train.bits < 16 and part.component == "language" else cut.weights)
+        frozen = _frozen_weights(run, part) / (1 if train.bits < 16 and part.component == "language" else cut.weights)
         optimizer = trained * moments / cut.optimizer + trained * cut.master / cut.optimizer
         offloaded = run.backend.offload
         needs.append(
@@ -183,12 +183,22 @@ def state_needs(run: RunConfig, parts: Iterable[Part], devices: int) -> tuple[Ne
     return tuple(needs)
 
 
-def _frozen_weights(part: Part, train: TrainConfig) -> float:
-    """Frozen weights stay in fp32 as they were read, so that any precision can compute with them; quantised ones in few bits."""
+def _frozen_weights(run: RunConfig, part: Part) -> float:
+    """Frozen weights are kept in fp32; linear ones of the language model in few bits where quantised, or as its files have them."""
     frozen = part.parameters - part.trained
-    if train.bits < 16 and part.component == "language" and not part.trained:
-        return part.linear * QUANTISED_BYTES[train.bits] + (frozen - part.linear) * 4.0
-    return frozen * 4.0
+    small = 0 if part.trained else _small_linear(run, part)
+    return small * QUANTISED_BYTES[run.train.bits] + (frozen - small) * 4.0
+
+
+def _small_linear(run: RunConfig, part: Part) -> int:
+    """How many linear weights are stored in less than fp32: quantised, or in half precision as published language models are, where
+    training computes in it. The packs' are in fp32."""
+    half = run.train.precision in ("bf16", "fp16") and run.model.kind == "vlm" and not _in_fp32(run.model.language.source)
+    return part.linear if part.component == "language" and not part.trained and (run.train.bits < 16 or half) else 0
+
+
+def _in_fp32(source: str) -> bool:
+    return source == "random" or source.startswith("pack:")
 
 
 def cast_bytes(run: RunConfig, part: Part) -> float:
@@ -197,8 +207,7 @@ def cast_bytes(run: RunConfig, part: Part) -> float:
     half = train.precision in ("bf16", "fp16") and run.stage != "eval" and part.component not in _locked(run)
     if not half or train.checkpoint_blocks:
         return 0.0
-    quantised = part.linear if train.bits < 16 and part.component == "language" else 0
-    return 2.0 * (part.parameters - quantised)
+    return 2.0 * (part.parameters - _small_linear(run, part))
 
 
 def _locked(run: RunConfig) -> tuple[str, ...]:

@@ -317,7 +317,7 @@ class Filler:
     def _value(self, name: str, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._done:
             full = _weight(self.weights, plain_name(name, self.prefix), tensor)
-            value = self.place(full, tensor) if self.place else full.to(self.device)
+            value = self.place(full, tensor) if self.place else full.to(self.device, copy=True)  # it may be a file's memory
             if isinstance(tensor, nn.Parameter):
                 value = nn.Parameter(value, requires_grad=tensor.requires_grad)
             self._done[id(tensor)] = value

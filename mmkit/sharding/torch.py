@@ -91,6 +91,7 @@ class CutBackend(Processes, SingleBackend):
         part = distribute_tensor(
             tensor.to(self.device, parameter.dtype), parameter.device_mesh, parameter.placements, src_data_rank=None
         )
+        part = part.clone()  # a view would keep the whole tensor
         return part if parameter.is_meta else part.to(parameter.device)
 
     def export_state(self, owner: Callable[[int], int] | None = None) -> Iterator[tuple[str, Entry | None]]:

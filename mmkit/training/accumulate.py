@@ -35,7 +35,7 @@ def contrastive_step(
         for batch in batches:
             states.append(backend.rng_state())
             cached.append(model(batch, mode="features"))
-    features = _joined(cached)
+    features = joined(cached)
     trained = [name for name, value in features.items() if value.is_floating_point() and name not in FROM_TEACHER]
     for name in trained:
         features[name] = features[name].float().requires_grad_()
@@ -53,7 +53,7 @@ def contrastive_step(
     return {name: value.detach() if isinstance(value, Tensor) else value for name, value in out.items()}
 
 
-def _joined(cached: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def joined(cached: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Features of all micro-batches: pairs concatenated, caption sums added, the shared scalars once."""
     joined = {}
     for name, first in cached[0].items():

@@ -87,12 +87,22 @@ def inject(model: nn.Module, lora: LoraConfig, components: Components, head: nn.
         target_modules="|".join(re.escape(name) for name in names),
     )  # fmt: skip
     peft.inject_adapter_in_model(config, model, ADAPTER)
+    for layer in lora_layers(model).values():
+        _draw(layer)
     for name in kept:
         model.get_submodule(name).requires_grad_(True)
     rows = adapted(model, components)
     if sum(row["layers"] for row in rows) != len(names):
         raise ConfigError(f"peft adapted {sum(row['layers'] for row in rows)} layers, {len(names)} were chosen")
     return rows
+
+
+def _draw(layer: nn.Module) -> None:
+    """Gives an adapter its first values in fp32 where its base weight has no memory yet: peft puts adapters where the base is."""
+    if layer.lora_A[ADAPTER].weight.is_meta:
+        for half in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
+            half.to_empty(device="cpu").float()
+        layer.reset_lora_parameters(ADAPTER, True)
 
 
 def _full_names(model: nn.Module, patterns: Sequence[str]) -> list[str]:

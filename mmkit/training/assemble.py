@@ -19,15 +19,15 @@ from torch import nn
 
 from mmkit.config import ClipConfig, ConfigError, RunConfig
 from mmkit.sharding.backend import Backend, create
-from mmkit.training.checkpoint import Checkpoints, fingerprint, sample_hash
+from mmkit.training.checkpoint import Checkpoints
 from mmkit.training.contrastive import ContrastiveObjective
 from mmkit.training.contrastive import check as check_contrastive
-from mmkit.training.feed import make_loader
+from mmkit.training.feed import make_loaders
 from mmkit.training.loss import LanguageObjective
 from mmkit.training.optim import optimizer_factory
-from mmkit.training.schedule import Schedule
+from mmkit.training.schedule import Schedule, watched
 from mmkit.training.stability import StabilityGuard
-from mmkit.training.weights import build_model, parent_export, prepare_model
+from mmkit.training.weights import build_model, frozen_record, materialise, parent_export, prepare_model, reader, start_digests
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +46,15 @@ class TrainState:
     checkpoints: Checkpoints
     total_steps: int
     accumulate: Callable  # window of batches, count -> what the objective returned for each
-    frozen: dict[str, Any]  # fingerprint of the frozen weights
+    stored: dict[str, Any]  # name -> where the file it came from is
+    frozen: dict[str, Any]  # component -> sources and hashes of its frozen weights
     trained: dict[str, torch.Size]  # name -> whole shape of every trained parameter
     tables: dict[str, Any]  # for people: parameter groups, adapters, components
     started_with: dict[str, str] = field(default_factory=dict)  # hashes of the trained tensors before the first step
     started_from: str | None = None  # the export whose weights it began with
     components: tuple = ()  # the model file's table: name pattern -> component
     blocks: tuple = ()  # names of the classes it is made of
+    held_out: Any = None  # loader of data.validation, where it is measured
     window: list = field(default_factory=list)  # micro-batches of the last step
     reached: list[dict] | None = None  # the gradient report of the first update
     step: int = 0
@@ -72,17 +74,22 @@ def assemble(run: RunConfig) -> TrainState:
     check(run)
     backend = create(run.backend, run.train.precision)
     seed_everything(run.seed)
-    model, parts = build_model(run)
-    tables = prepare_model(model, run, parts.COMPONENTS)
-    frozen = fingerprint(model)
+    model, stored, parts = build_model(run)
+    tables = prepare_model(model, run, parts.COMPONENTS, stored)
+    digests = start_digests(model, stored, backend)
+    frozen = frozen_record(model, stored, digests, parts.COMPONENTS)
     trained = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
-    started_with = {name: sample_hash(p) for name, p in model.named_parameters() if p.requires_grad}
+    started_with = {name: digests[name] for name in trained}
     objective = make_objective(model, run, backend)
     factory = optimizer_factory(model, parts.COMPONENTS, run.train.optimizer)
-    data = make_loader(run, model, backend)
+    if run.data.cache_features:
+        encoders = getattr(model, "encoders", model)
+        materialise(encoders, stored, "" if encoders is model else "encoders.")
+    data, held_out = make_loaders(run, model, backend, frozen)
     wrapped = backend.prepare(
-        objective, factory, train=run.train, rules=parts.SHARDING, blocks=parts.BLOCKS, accumulation=run.accumulation
-    )
+        objective, factory, train=run.train, rules=parts.SHARDING, blocks=parts.BLOCKS, accumulation=run.accumulation,
+        weights=reader(stored),
+    )  # fmt: skip
     wrapped.train()
     seed_everything(run.seed + 1 + backend.rank)
     total = run.train.steps or max(math.ceil(run.train.epochs * data.steps_per_epoch), 1)
@@ -93,10 +100,10 @@ def assemble(run: RunConfig) -> TrainState:
     guard = StabilityGuard(run.train.stability, run.folder, backend.any_device, backend.is_main, backend.all_objects)
     checkpoints = Checkpoints(f"{run.folder}/checkpoints", run.train.checkpoint, backend)
     return TrainState(
-        run, backend, model, wrapped, data, Schedule(run.train.optimizer, total), guard, checkpoints, total,
-        accumulator(run, wrapped, objective, backend), frozen, trained, tables, started_with,
+        run, backend, model, wrapped, data, Schedule(run.train.optimizer, total, watched=watched(run.train)), guard, checkpoints, total,
+        accumulator(run, wrapped, objective, backend), stored, frozen, trained, tables, started_with,
         started_from=parent_export(run), components=parts.COMPONENTS,
-        blocks=parts.BLOCKS, precisions=[{"step": 0, "precision": run.train.precision}],
+        blocks=parts.BLOCKS, held_out=held_out, precisions=[{"step": 0, "precision": run.train.precision}],
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@
         rank-00000-00000.safetensors   param.NAME, exp_avg.NAME, exp_avg_sq.NAME of every world-th trained parameter, fp32
         buffers.safetensors            running statistics of trained modules, where there are any
         state.json                     step, samples, data position, random states, schedule, scaler, precision history
-        manifest.json                  names, shapes, files, hashes; frozen weights by fingerprint; its own hash
+        manifest.json                  names, shapes, dtypes, files, hashes; frozen weights by source and hash; its own hash
 
 Parameters stream one at a time and ranks take turns, so no process holds more than its share. The folder is written as
 ``step-00000100.tmp``, flushed and renamed (on object stores the manifest is written last). The latest checkpoint is found, not
@@ -31,7 +31,7 @@ from mmkit.storage import Store
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2  # 1 told frozen weights apart by a sample of their values only
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SHARD_BYTES = 256 << 20  # a rank flushes its tensors to a file when it holds this much
 COMPLETE = re.compile(r"step-\d{8}")
@@ -75,7 +75,8 @@ class Writer:
         for kind in ("param", *MOMENTS):
             self.pending[f"{kind}.{name}"] = entry[kind]
             self.held += entry[kind].numel() * 4
-        self.tensors[name] = {"file": self._next_file(), "shape": list(entry["param"].shape)}
+        kind = str(entry["param"].dtype).removeprefix("torch.")
+        self.tensors[name] = {"file": self._next_file(), "shape": list(entry["param"].shape), "dtype": kind}
         if self.held >= SHARD_BYTES:
             self.flush()
 
@@ -363,6 +364,20 @@ class Checkpoint:
         if unknown := sorted(held - names):
             raise CheckpointError(f"{self.path} holds {len(unknown)} parameters unknown to this run, first {unknown[0]!r}; {_OTHER_RUN}")
 
+    def require_frozen(self, frozen: Mapping[str, Mapping[str, Any]]) -> None:
+        """CheckpointError where it was trained on other frozen weights than ``frozen`` (component -> sources, hash, tensors)."""
+        nothing = {"tensors": {}, "sources": ["nothing"]}
+        for component in sorted({*self.manifest["frozen"], *frozen}):
+            there, here = self.manifest["frozen"].get(component, nothing), frozen.get(component, nothing)
+            if there.get("sha256") == here.get("sha256"):
+                continue
+            old, new = there["tensors"], here["tensors"]
+            first = next((name for name in {**old, **new} if old.get(name) != new.get(name)), "their order")
+            raise CheckpointError(
+                f"{self.path} was trained on other frozen weights of component {component!r} ({', '.join(there['sources'])}) than this run "
+                f"has ({', '.join(here['sources'])}), first {first!r}; start from the same export and sources, or use resume=never"
+            )
+
     def get(self, name: str) -> dict[str, Tensor]:
         """param, exp_avg and exp_avg_sq of one trained parameter, fp32 on the CPU."""
         file = self.manifest["tensors"][name]["file"]
@@ -406,8 +421,9 @@ class Checkpoint:
             raise CheckpointError(f"{name} is damaged: it is not JSON; {self._advice()}") from None
         if not isinstance(manifest, dict) or manifest.get("sha256") != _own_hash(manifest):
             raise CheckpointError(f"{name} is damaged: its content differs from its own hash; {self._advice()}")
-        if manifest["version"] > VERSION:
-            raise CheckpointError(f"{name} has version {manifest['version']}, this mmkit reads up to {VERSION}; update mmkit")
+        if (found := manifest["version"]) != VERSION:
+            how = "update mmkit" if found > VERSION else "go on with the mmkit that wrote it, or start anew with resume=never"
+            raise CheckpointError(f"{name} has version {found}, this mmkit reads version {VERSION}; {how}")
         return manifest
 
     def _advice(self) -> str:
@@ -435,22 +451,3 @@ def trained_buffers(module: torch.nn.Module, plain: Callable[[str], str] = str) 
                 if name.rsplit(".", 1)[-1] not in owner._non_persistent_buffers_set:
                     out[plain(name)] = buffer
     return out
-
-
-def fingerprint(module: torch.nn.Module) -> dict[str, Any]:
-    """What tells frozen weights apart without storing them: their count, and one hash over `sample_hash` of each."""
-    digest, count = hashlib.sha256(), 0
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            digest.update(f"{name} {sample_hash(parameter)}".encode())
-            count += parameter.numel()
-    return {"parameters": count, "sha256": digest.hexdigest() if count else ""}
-
-
-def sample_hash(tensor: Tensor) -> str:
-    """A hash of type, shape and up to 2,047 evenly spread values of ``tensor``."""
-    values = tensor.detach().flatten()
-    values = values[:: max(len(values) // 1024, 1)].cpu().contiguous()
-    digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-    digest.update(values.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:32]

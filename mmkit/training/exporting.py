@@ -11,10 +11,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from mmkit.models.hollow import base_name, digest_of
 from mmkit.storage import Store
 from mmkit.training.assemble import TrainState
-from mmkit.training.checkpoint import sample_hash
-from mmkit.training.weights import build_model
 
 PROVENANCE = "training.json"  # step, parent and hashes of the trained tensors
 
@@ -57,14 +56,12 @@ def whole_tensors(state: TrainState, trained: dict[str, str]) -> Iterator[tuple[
 
     ``trained`` gets the hash of each trained tensor as it passes.
     """
-    quantised = state.run.train.bits != 16 and state.started_from and state.backend.is_main
-    sources = build_model(state.run)[0].state_dict() if quantised else {}
     for name, tensor in state.backend.full_parameters(owner=lambda index: 0):
         if tensor is not None:
             if name in state.trained:
-                trained[name] = sample_hash(tensor)
-            is_code = tensor.dtype in (torch.uint8, torch.int8)
-            yield name, sources.get(name.replace(".base_layer.", "."), tensor) if is_code else tensor
+                trained[name] = digest_of(tensor)
+            source = state.stored.get(base_name(name)) if tensor.dtype in (torch.uint8, torch.int8) else None
+            yield name, source.checked() if source else tensor
 
 
 def check_written(folder: Path, trained: dict[str, str], state: TrainState) -> None:
@@ -74,7 +71,7 @@ def check_written(folder: Path, trained: dict[str, str], state: TrainState) -> N
         with safe_open(path, "pt") as file:
             for stored in file.keys():  # noqa: SIM118
                 if name := _trained_name(stored, trained):
-                    found[name] = sample_hash(file.get_tensor(stored))
+                    found[name] = digest_of(file.get_tensor(stored))
     wrong = [name for name, digest in trained.items() if found.get(name) != digest]
     if wrong:
         count = f"{len(wrong)} of {len(trained)}"

@@ -1,4 +1,4 @@
-"""The training data of a run as batches for this process, with the features of frozen encoders cached where the run wants it."""
+"""The data of a run as batches for this process, with the features of frozen encoders cached where the run wants it."""
 
 from __future__ import annotations
 
@@ -9,53 +9,77 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import ConcatDataset
 
 from mmkit.config import ConfigError, RunConfig
-from mmkit.sharding.backend import Backend
-from mmkit.training.checkpoint import fingerprint
+from mmkit.sharding.backend import Backend, autocast
 
 log = logging.getLogger(__name__)
 
 
-def make_loader(run: RunConfig, model: nn.Module, backend: Backend) -> Any:
-    """The training data, cut for this process, with cached features where the run wants them."""
-    from mmkit.data.loader import loader
-    from mmkit.data.readers import open_mixture
+def make_loaders(run: RunConfig, model: nn.Module, backend: Backend, frozen: dict[str, Any]) -> tuple[Any, Any]:
+    """The training data and the held-out data (None where nothing is measured on any), cut for this process, in batches of one size.
+
+    Held-out data come in one pass, in their order, without augmentation; `validation.measure` begins it anew each time. ``frozen`` as of
+    `frozen_record`.
+    """
+    from mmkit.data.loader import loader, training_source
+    from mmkit.data.readers import held_out, open_validation
     from mmkit.models.build import image_transforms, tokenizer
 
-    source, words = open_mixture(run.data), tokenizer(run.model)
+    measured = run.train.eval_every > 0 and len(run.data.validation) > 0
+    source, other, words = training_source(run.data, run.model), open_validation(run.data) if measured else None, tokenizer(run.model)
     random_crops = run.model.kind == "clip" and not run.data.cache_features
     transforms = image_transforms(run.model, train=random_crops, augment_scale=run.data.augment_scale)
-    caches = cached_features(run, model, source, transforms, words) if run.data.cache_features else {}
-    rows = run.train.device_batch * backend.devices // backend.world
-    made = loader(
-        run.data, run.model, words, transforms, train=True, seed=run.seed, rank=backend.rank, world=backend.world, device_batch=rows,
-        accumulation=run.accumulation, source=source, **caches,
-    )  # fmt: skip
+    caches: dict[str, Any] = {}
+    if run.data.cache_features:
+        everything = ConcatDataset([source, other]) if measured else source
+        caches = cached_features(run, model, everything, transforms, words, frozen)
+    place = {
+        "seed": run.seed, "rank": backend.rank, "world": backend.world, "accumulation": run.accumulation,
+        "device_batch": run.train.device_batch * backend.devices // backend.world, **caches,
+    }  # fmt: skip
+    made = loader(run.data, run.model, words, transforms, train=True, source=source, **place)
     log.info("%s", made.summary())
-    return made
+    if not measured:
+        return made, None
+    once = loader(held_out(run.data), run.model, words, image_transforms(run.model), train=False, source=other, **place)
+    log.info("held out: %s", once.summary())
+    return made, once
 
 
-def cached_features(run: RunConfig, model: nn.Module, source, transforms, words) -> dict[str, Any]:
+def cached_features(run: RunConfig, model: nn.Module, source, transforms, words, frozen) -> dict[str, Any]:
     """``features`` (and ``text_features``) for the loader: what the frozen towers give for this data, computed now where it is missing.
 
-    ConfigError where nothing is frozen that could be kept.
+    They are computed in the run's precision, as the run itself and its evaluation would. ConfigError where nothing is frozen that
+    could be kept.
     """
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    model.eval()
+    with autocast(run.train.precision, device):
+        if run.model.kind == "vlm":
+            return _encoder_features(run, model, source, transforms, device, frozen)
+        log.info("data.cache_features: pictures are fitted as in evaluation, not cropped at random; data.augment_scale is not used")
+        return _tower_features(run, model, source, transforms, words, device, frozen)
+
+
+def _encoder_features(run: RunConfig, model: nn.Module, source, transforms, device: torch.device, frozen: dict) -> dict[str, Any]:
+    from mmkit.data.features import precompute
+
+    key = frozen["encoders"]["sha256"] + repr([encoder.model_dump() for encoder in run.model.encoders]) + run.train.precision
+    model.encoders.to(device)
+    encode = lambda images: [grid.cpu() for grid in model.encode([pixels.to(device) for pixels in images])]  # noqa: E731
+    return {"features": precompute(source, transforms, encode, key, folder=run.data.cache_dir, progress=log_progress("features of pictures"))}
+
+
+def _tower_features(run: RunConfig, model: nn.Module, source, transforms, words, device: torch.device, frozen: dict) -> dict[str, Any]:
     from mmkit.data.features import precompute, precompute_texts
 
-    model.eval()
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    before = log_progress("features of pictures")
-    folder = run.data.cache_dir
-    if run.model.kind == "vlm":
-        key = fingerprint(model.encoders)["sha256"] + repr([encoder.model_dump() for encoder in run.model.encoders])
-        model.encoders.to(device)
-        encode = lambda images: [grid.cpu() for grid in model.encode([pixels.to(device) for pixels in images])]  # noqa: E731
-        return {"features": precompute(source, transforms, encode, key, folder=folder, progress=before)}
+    folder, before = run.data.cache_dir, log_progress("features of pictures")
     if not model.cacheable:
         raise ConfigError("data.cache_features needs a locked tower with a head of its own; lock one (model.lock_image) or turn it off")
     model.to(device)
-    key, made = fingerprint(model)["sha256"], {}
+    key, made = " ".join([*(f"{component} {row['sha256']}" for component, row in frozen.items()), run.train.precision]), {}
     if "image" in model.cacheable:
         encode = lambda images: [model({"image": images[0].to(device)}, mode="trunk")["image_features"].cpu()]  # noqa: E731
         made["features"] = precompute(source, transforms, encode, key, folder=folder, progress=before)

@@ -76,8 +76,9 @@ def train(
 
     Raises ConfigError for wrong settings before any work, CheckpointError for a damaged or unsuitable checkpoint or a full disk.
     """
-    check_same_run(run)
     hooks, rewind = Hooks(on_log, on_save, on_eval), None
+    hooks.check(run)
+    check_same_run(run)
     with Interrupt() as interrupt:
         while True:
             state = assemble(run)

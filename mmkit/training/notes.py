@@ -6,17 +6,20 @@ A step's values stay on the device until `read_steps`; between log steps nothing
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from mmkit.training.accumulate import frozen_statistics
-from mmkit.config import ConfigError
+from mmkit.config import RunConfig
 from mmkit.training.assemble import TrainState
 from mmkit.training.contrastive import advice
 from mmkit.training.metrics import MetricsFile, device_facts, row_of
 from mmkit.training.run_folder import save_checkpoint
+from mmkit.training.schedule import value_of
 from mmkit.training.stability import Decision, activation_statistics
+from mmkit.training.validation import check, measure
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
@@ -31,6 +34,10 @@ class Hooks:
     on_save: Callable[[int], None] | None = None
     on_eval: Callable[[TrainState], dict[str, float]] | None = None
 
+    def check(self, run: RunConfig) -> None:
+        """ConfigError where ``run`` wants to watch what neither its held-out data nor ``on_eval`` measures."""
+        check(run, tasks=self.on_eval is not None)
+
 
 @dataclass
 class Notes:
@@ -40,7 +47,6 @@ class Notes:
     metrics: MetricsFile | None = None  # on the main process
     pending: list[Row] = field(default_factory=list)
     last: Row = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)  # since the last evaluation
     saved: int = -1  # step of the last checkpoint
 
 
@@ -54,9 +60,11 @@ def read_steps(state: TrainState, notes: Notes, evaluate: bool) -> Decision:
         row |= device_facts(state.backend, notes.last)
         if (warning := advice(row)) and not advice(notes.last):
             log.warning("%s", warning)
-        notes.losses.append(row["loss"])
         if evaluate and row["step"] == state.step:
             row |= evaluation(state, notes)
+        best = state.run.train.checkpoint.best_metric
+        if best is not None and not best.startswith("eval_"):
+            value_of(row, best)  # a wrong name is told after the first step
         notes.last = row
         if notes.metrics:
             notes.metrics.write(row)
@@ -69,18 +77,20 @@ def read_steps(state: TrainState, notes: Notes, evaluate: bool) -> Decision:
 
 
 def evaluation(state: TrainState, notes: Notes) -> Row:
-    """What on_eval measures, as ``eval_...``; without it the mean training loss since the last evaluation. A plateau schedule watches
-    the first of these values; lower must be better."""
-    if notes.hooks.on_eval:
-        state.objective.eval()
-        values = {f"eval_{name}": float(value) for name, value in notes.hooks.on_eval(state).items()}
-        state.objective.train()
-    else:
-        values = {"eval_loss": sum(notes.losses) / len(notes.losses)}
-    values = state.backend.broadcast(values)
-    state.schedule.observe(next(iter(values.values())))
-    notes.losses.clear()
-    return values
+    """``eval_...`` of the held-out data and of what on_eval measures, and ``eval_seconds`` it took; the schedule sees them.
+
+    Training goes on as if nothing had been: random numbers are put back. All processes call it.
+    """
+    begin, random = time.monotonic(), state.backend.rng_state()
+    state.objective.eval()
+    scores = notes.hooks.on_eval(state) if notes.hooks.on_eval else {}
+    values = {f"eval_{name}": float(value) for name, value in scores.items()} | (measure(state) if state.held_out else {})
+    state.objective.train()
+    state.backend.set_rng_state(random)
+    values = state.backend.broadcast(values | {"eval_seconds": round(time.monotonic() - begin, 3)})
+    log.info("step %d: %s", state.step, ", ".join(f"{name} {value:.5g}" for name, value in values.items()))
+    state.schedule.observe(values)
+    return values | {"compiles": state.backend.compiles()}  # programs of the evaluation are no surprise in the next step
 
 
 def activations(state: TrainState) -> list[Row]:
@@ -97,9 +107,7 @@ def activations(state: TrainState) -> list[Row]:
 def is_best(state: TrainState, notes: Notes) -> bool:
     """Whether the evaluation just made is the best so far, where a metric is watched."""
     metric = state.run.train.checkpoint.best_metric
-    if metric is not None and metric not in notes.last:
-        raise ConfigError(f"train.checkpoint.best_metric {metric!r} is not measured; a line has {', '.join(notes.last)}")
-    return metric is not None and state.checkpoints.is_best(notes.last[metric])
+    return metric is not None and state.checkpoints.is_best(value_of(notes.last, metric))
 
 
 def save(state: TrainState, notes: Notes) -> None:

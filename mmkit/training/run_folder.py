@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from mmkit.config import ConfigError, RunConfig, to_yaml
 from mmkit.training.assemble import TrainState, seed_everything
-from mmkit.training.checkpoint import Checkpoint, CheckpointError, folder_name, open_verified, trained_buffers
+from mmkit.training.checkpoint import Checkpoint, folder_name, open_verified, trained_buffers
 from mmkit.training.foreign import is_foreign, restore_foreign
 from mmkit.training.metrics import MetricsFile, environment
 from mmkit.storage import Store
@@ -78,11 +78,7 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
         return
     saved = open_verified(path, state.backend)
     values = saved.state
-    if saved.manifest["frozen"] != state.frozen and state.run.train.bits == 16:
-        raise CheckpointError(
-            f"{path} was trained on other frozen weights ({_marks(saved.manifest['frozen'])}) than this run has ({_marks(state.frozen)}); "
-            "start from the same export and sources, or use resume=never"
-        )
+    saved.require_frozen(state.frozen)
     saved.require(state.trained)
     state.backend.import_state(saved.get, values["backend"]["optimizer_step"])
     state.backend.load_extra_state(values["backend"])
@@ -180,10 +176,6 @@ def checkpoint_at(state: TrainState, place: str) -> str:
     if not found:
         raise ConfigError(f"resume = {place!r}: {path()} has no checkpoint there or before; name one that is kept, or give its path")
     return path(folder_name(found[-1]))
-
-
-def _marks(frozen: dict[str, Any]) -> str:
-    return f"{frozen.get('parameters')} parameters, {str(frozen.get('sha256'))[:12]}"
 
 
 def resume_path(state: TrainState) -> str | None:
@@ -285,7 +277,9 @@ def open_folder(state: TrainState, first: bool = True) -> MetricsFile | None:
         store.write("config.yaml", to_yaml(state.run).encode())
     facts = {
         "tables": state.tables, "backend": {"name": state.backend.name, "world": state.backend.world, "devices": state.backend.devices},
-        "data": {"fingerprint": state.loader.state_dict().get("fingerprint"), "summary": state.loader.summary()}, "frozen": state.frozen,
+        "data": {"fingerprint": state.loader.state_dict().get("fingerprint"), "summary": state.loader.summary()},
+        "frozen": {name: {key: value for key, value in row.items() if key != "tensors"} for name, row in state.frozen.items()},
+        "validation": state.held_out and {"fingerprint": state.held_out.plan.mixture.fingerprint, "summary": state.held_out.summary()},
         "history": state.history, "precisions": state.precisions,
     }  # fmt: skip
     store.write("environment.json", json.dumps(environment(**facts), indent=1, default=str).encode())

@@ -1,6 +1,6 @@
 """Learning-rate schedules: pure functions of the step, so a resume needs nothing but the step number.
 
-``plateau`` alone has a state (the best validation value and the cuts so far), which goes into the checkpoint.
+``plateau`` alone has a state (the best value of what it watches and the cuts so far), which goes into the checkpoint.
 Warmup and cosine follow open_clip (clip-training section 4): step s of w warmup steps has (s + 1) / w of the rate, then
 1/2 (1 + cos(pi e / (total - w))) with e = s - w.
 """
@@ -8,9 +8,11 @@ Warmup and cosine follow open_clip (clip-training section 4): step s of w warmup
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from mmkit.config import OptimizerConfig
+from mmkit.config import ConfigError, OptimizerConfig, TrainConfig
 
 
 def cosine(elapsed: float, span: float) -> float:
@@ -66,9 +68,10 @@ class Plateau:
     bad: int = 0
     scale: float = 1.0
 
-    def observe(self, value: float) -> None:
-        """One more validation value, lower being better."""
-        if self.best is None or value < self.best - self.min_change * abs(self.best):
+    def observe(self, value: float, mode: str = "min") -> None:
+        """One more validation value; a lower one is better, with ``mode`` "max" a higher one. One that is not finite is no improvement."""
+        gain = math.inf if self.best is None else self.best - value if mode == "min" else value - self.best
+        if math.isfinite(value) and gain > self.min_change * abs(self.best or 0.0):
             self.best, self.bad = value, 0
             return
         self.bad += 1
@@ -76,11 +79,27 @@ class Plateau:
             self.scale, self.bad = self.scale * self.cut, 0
 
 
+VALIDATION_LOSS = "eval_loss"
+
+
+def watched(train: TrainConfig) -> tuple[str, str]:
+    """The one value of metrics.jsonl that decides the best checkpoint and a plateau, and which is better of it, "min" or "max"."""
+    best = train.checkpoint
+    return (best.best_metric, best.best_mode) if best.best_metric else (VALIDATION_LOSS, "min")
+
+
+def value_of(row: Mapping[str, Any], name: str) -> float:
+    """A measured value of a line; ConfigError where there is none of this name."""
+    if name not in row:
+        raise ConfigError(f"train.checkpoint.best_metric {name!r} is not measured; a line has {', '.join(row)}")
+    return row[name]
+
+
 class Schedule:
     """Each group's ``base_lr`` times the factor of the step, times the cuts of a plateau and of rewinds."""
 
-    def __init__(self, config: OptimizerConfig, total: int, lr_factor: float = 1.0):
-        self.config, self.total, self.lr_factor = config, total, lr_factor
+    def __init__(self, config: OptimizerConfig, total: int, lr_factor: float = 1.0, watched: tuple[str, str] = (VALIDATION_LOSS, "min")):
+        self.config, self.total, self.lr_factor, self.watched = config, total, lr_factor, watched
         self.plateau = Plateau()
 
     def rates(self, groups: list[dict], step: int) -> list[float]:
@@ -92,16 +111,19 @@ class Schedule:
         """What every base rate is multiplied by at ``step``."""
         return factor(step, self.total, self.config) * self.plateau.scale * self.lr_factor
 
-    def observe(self, value: float) -> None:
-        """A validation value (lower is better); changes the rate only where the schedule is ``plateau``."""
+    def observe(self, row: Mapping[str, Any]) -> None:
+        """What an evaluation measured; changes the rate only where the schedule is ``plateau``."""
         if self.config.schedule == "plateau":
-            self.plateau.observe(value)
+            name, mode = self.watched
+            self.plateau.observe(value_of(row, name), mode)
 
     def state_dict(self) -> dict:
         """What a resume cannot compute from the step."""
-        return {"plateau": asdict(self.plateau), "lr_factor": self.lr_factor}
+        return {"plateau": asdict(self.plateau), "lr_factor": self.lr_factor, "watched": list(self.watched)}
 
     def load_state_dict(self, state: dict) -> None:
-        """Takes over `state_dict` of an earlier run."""
+        """Takes over `state_dict` of an earlier run; the best value only where it is one of what is watched now."""
         self.plateau = Plateau(**state["plateau"])
+        if state.get("watched") != list(self.watched):
+            self.plateau.best, self.plateau.bad = None, 0
         self.lr_factor = state["lr_factor"]

@@ -1,32 +1,54 @@
-"""The model a stage starts from, and what of it is trained: source weights or the stage before, freezing, quantising, adapters."""
+"""The model a stage starts from, and what of it is trained: source weights or the stage before, freezing, quantising, adapters.
+
+Weights stay in their files until `Backend.prepare` places them one by one, so no process holds more than its share of a model that
+is cut. Quantising and DoRA look at whole weights and need them before.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmkit.config import ConfigError, RunConfig
-from mmkit.sharding.backend import COMPUTE_DTYPE
+from mmkit.models.hollow import Stored, base_name, digest_of
+from mmkit.sharding.backend import COMPUTE_DTYPE, Backend
 from mmkit.training import adapters
+from mmkit.training.checkpoint import trained_buffers
 from mmkit.training.optim import component_of
 from mmkit.storage import Store
 
 log = logging.getLogger(__name__)
 
 
-def build_model(run: RunConfig) -> tuple[nn.Module, Any]:
-    """The model with the weights this stage starts from, and its file (COMPONENTS, SHARDING, BLOCKS)."""
-    from mmkit.models.build import build
-    from mmkit.models.pretrained import load_into
+HASHERS = 4  # threads of a process that hash tensors
 
-    parent = parent_export(run)
-    model = build(run.model, weights=parent is None)
-    if parent is not None:
-        load_into(model, run.model, parent)
-    return model, model_file(run)
+
+def build_model(run: RunConfig) -> tuple[nn.Module, dict[str, Stored], Any]:
+    """The model this stage starts from with its weights still in files (`hollow`), where these are, and the model's file
+    (COMPONENTS, SHARDING, BLOCKS)."""
+    from mmkit.models.pretrained import hollow
+
+    model, stored = hollow(run.model, parent_export(run))
+    return model, stored, model_file(run)
+
+
+def reader(stored: Mapping[str, Stored], prefix: str = "") -> Callable[[str], Tensor]:
+    """Name -> whole CPU tensor, as `Backend.prepare` asks for it; ``prefix`` is what the names it asks for lack."""
+    return lambda name: stored[base_name(prefix + name)].read()
+
+
+def materialise(module: nn.Module, stored: Mapping[str, Stored], prefix: str = "") -> None:
+    """Reads what of ``module`` is still in files. ``prefix`` stands before its names in ``stored``."""
+    from mmkit.sharding.single import Filler
+
+    Filler(torch.device("cpu"), reader(stored, prefix), "").fill(module)
 
 
 def model_file(run: RunConfig) -> Any:
@@ -56,9 +78,11 @@ def parent_export(run: RunConfig) -> str | None:
     raise ConfigError(f"stage {run.stage!r} starts from {folder}/export, which does not exist; {makes} (or set start_from=source)")
 
 
-def prepare_model(model: nn.Module, run: RunConfig, components) -> dict[str, Any]:
+def prepare_model(model: nn.Module, run: RunConfig, components, stored: Mapping[str, Stored]) -> dict[str, Any]:
     """Freezes, quantises and puts adapters as ``run.train`` says; returns tables for people. Nothing is wrapped yet."""
     train, tables = run.train, {}
+    if train.bits != 16 or (train.lora and train.lora.use_dora):
+        materialise(model, stored)
     open_as_built = {name for name, p in model.named_parameters() if p.requires_grad}
     model.requires_grad_(False)
     head = getattr(model, "head", None)
@@ -74,11 +98,26 @@ def prepare_model(model: nn.Module, run: RunConfig, components) -> dict[str, Any
             parameter.data = parameter.data.float()
     if hasattr(model, "lock"):
         model.lock()
+    if run.model.kind == "vlm" and train.bits == 16 and COMPUTE_DTYPE[train.precision]:
+        keep_half(model.language, stored)
     tables["components"] = component_table(model, components)
     if not any(row["trainable"] for row in tables["components"]):
         present = ", ".join(row["component"] for row in tables["components"])
         raise ConfigError(f"train.trainable {list(train.trainable)} trains nothing in this model; its components are {present}")
     return tables
+
+
+def keep_half(language: nn.Module, stored: Mapping[str, Stored]) -> None:
+    """Frozen linear weights whose file is in half precision stay so: autocast makes the same numbers of them as of fp32 copies, which take
+    twice the memory. Embeddings and norms, and what is tied to them, become fp32: hidden states have their type."""
+    others = {id(p) for module in language.modules() if not isinstance(module, nn.Linear) for p in module.parameters(recurse=False)}
+    for path, layer in language.named_modules():
+        one = stored.get(base_name(f"language.{path}.weight"))
+        if not (one and isinstance(layer, nn.Linear)) or id(layer.weight) in others:
+            continue
+        if layer.weight.is_meta and not layer.weight.requires_grad:
+            kind = one.dtype or one.read().dtype
+            layer.weight.data = layer.weight.data.to(kind if kind in (torch.bfloat16, torch.float16) else torch.float32)
 
 
 def component_table(model: nn.Module, components) -> list[dict]:
@@ -89,3 +128,59 @@ def component_table(model: nn.Module, components) -> list[dict]:
         row = rows.setdefault(component, {"component": component, "trainable": 0, "frozen": 0})
         row["trainable" if parameter.requires_grad else "frozen"] += parameter.numel()
     return list(rows.values())
+
+
+# ---------------------------------------------------------------- hashes of what a stage starts from
+
+
+def start_digests(model: nn.Module, stored: Mapping[str, Stored], backend: Backend) -> dict[str, str]:
+    """Name -> hash over all bytes of each parameter and of each buffer that belongs to a frozen part, as the stage starts from them.
+
+    Of trained tensors in fp32, as checkpoints and exports hold them; of frozen ones as their file holds them, whatever type they are kept
+    in. Processes share the work. ValueError on all of them where an export's source has changed since.
+    """
+    parameters, buffers, kept = dict(model.named_parameters()), dict(model.named_buffers()), model.state_dict()
+    trained = {name for name, tensor in parameters.items() if tensor.requires_grad}
+    moving = trained_buffers(model)
+    everything = parameters | {name: buffer for name, buffer in buffers.items() if name in kept and name not in moving}
+    codes = (torch.uint8, torch.int8)  # quantised on another device they may be others; what they were made of counts
+    names = [name for name, tensor in everything.items() if tensor.dtype not in codes or base_name(name) in stored]
+
+    def digest(name: str) -> str:
+        one = stored.get(base_name(name))
+        if one:
+            one.verify()
+        if name in trained:
+            return digest_of(one.read() if one else everything[name], torch.float32)
+        return one.digest if one and one.digest else digest_of(one.read() if one else everything[name])
+
+    problem, found = "", {}
+    with ThreadPoolExecutor(HASHERS) as pool:
+        mine = names[backend.rank :: backend.world]
+        try:
+            found = dict(zip(mine, pool.map(digest, mine), strict=True))
+        except ValueError as error:
+            problem = str(error)
+    parts = backend.all_objects((problem, found))
+    if problems := [text for text, _ in parts if text]:
+        raise ValueError(problems[0])
+    together = {name: value for _, part in parts for name, value in part.items()}
+    return {name: together[name] for name in names}
+
+
+def frozen_record(model: nn.Module, stored: Mapping[str, Stored], digests: Mapping[str, str], components) -> dict[str, dict[str, Any]]:
+    """What a checkpoint says of the frozen weights it does not hold, by component: sources, number of parameters, one hash over all bytes,
+    and that of each tensor."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    sizes, record = {name: p.numel() for name, p in model.named_parameters()}, {}
+    for name, digest in digests.items():
+        if name in trained:
+            continue
+        row = record.setdefault(component_of(name, components), {"sources": [], "parameters": 0, "tensors": {}})
+        source = stored[base_name(name)].source if base_name(name) in stored else "drawn or read with the model"
+        row["sources"] += [] if source in row["sources"] else [source]
+        row["parameters"] += sizes.get(name, 0)
+        row["tensors"][base_name(name)] = digest
+    for row in record.values():
+        row["sha256"] = hashlib.sha256(json.dumps(row["tensors"]).encode()).hexdigest()
+    return record

@@ -5,6 +5,7 @@ import json
 import pytest
 from PIL import Image
 
+from mmkit.config import ConfigError
 from mmkit.data.check import check_file, nearest_path, write_json
 from mmkit.data.conversation import Formatter
 from tests.data.test_conversation import byte_bpe
@@ -79,3 +80,26 @@ def test_allowed_share_decides(tmp_path):
 
 def test_nearest_path_gives_up_where_nothing_is_near(tmp_path):
     assert nearest_path(str(tmp_path / "nothing" / "zzz.png")) is None
+
+
+@pytest.mark.parametrize(
+    "change, reason, message",
+    [
+        ({"conversations": "hello"}, "turns", "its conversation is a str, not a list of messages"),
+        ({"conversations": [1, 2]}, "turns", "a message is 1, not an object with from and value"),
+        ({"conversations": ["no json"]}, "turns", "a message is 'no json', not an object"),
+        ({"image": 5}, "image", "its image is the number 5; give a path"),
+    ],
+)
+def test_records_of_wrong_types_are_faults_and_do_not_stop_the_check(tmp_path, change, reason, message):
+    good = {"id": "g", "conversations": [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "a kite"}]}
+    (tmp_path / "a.json").write_text(json.dumps([good, good | {"id": "odd"} | change]))
+    report = check_file(str(tmp_path / "a.json"))
+    assert report.records == 2 and report.faults == {reason: 1} and f"odd: {message}" in report.shown[reason][0] and report.would_fail
+
+
+@pytest.mark.parametrize("content", ["", "image;question;answer\n0.jpg;what?;kite\n", '[{"id": 1}]'])
+def test_a_table_without_known_columns_is_refused(tmp_path, content):
+    (tmp_path / "a.csv").write_text(content)
+    with pytest.raises(ConfigError, match="it needs columns, with commas or tabs between them: one of image"):
+        check_file(str(tmp_path / "a.csv"), format="csv")

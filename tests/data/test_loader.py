@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -402,6 +403,29 @@ def test_contrastive_batch_and_its_duplicate_captions():
     batch = next(clip(clip_examples(8, ["red kite"] * 4 + ["a", "b", "c", "d"]), train=False))
     assert batch.tensors["image"].shape == (8, 3, 4, 4) and batch.tensors["text"].shape == (8, 2)
     assert batch.duplicates == 0.5 and batch.n_targets == 8
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_single_contrastive_pass_has_each_pair_once_and_rows_without_a_key_for_the_rest(world):
+    found = clip_examples(11)
+    found[3] = Example("c3", (ImageRef(b"no"),), found[3].turns, source="made")
+    streams = [clip(found, train=False, device_batch=8 // world, rank=rank, world=world) for rank in range(world)]
+    parts = [list(stream) for stream in streams]
+    keys = [key for part in parts for batch in part for key in batch.keys]
+    assert sorted(filter(None, keys)) == sorted(f"c{k}" for k in range(11) if k != 3) and len(keys) == 16
+    assert {len(part) for part in parts} == {2} and sum(batch.n_targets for part in parts for batch in part) == 10
+    assert sum(sum(batch.sources.values()) for part in parts for batch in part) == 10
+    assert [problem.key for part in parts for batch in part for problem in batch.problems] == ["c3"]
+    for batch in (batch for part in parts for batch in part):
+        for row, key in enumerate(batch.keys):
+            assert bool(key) == bool(batch.tensors["text"][row].any()) and (key or not batch.tensors["image"][row].any())
+
+
+def test_rows_without_a_key_need_no_cached_text():
+    get_text = lambda text: [torch.full((3,), float(text[4:]) + 1, dtype=torch.float16)]  # noqa: E731
+    texts = SimpleNamespace(shapes=[((3,), torch.float16)], get_text=get_text)
+    batch = next(clip(clip_examples(3), train=False, device_batch=4, text_features=texts))
+    assert batch.tensors["text_features"].tolist() == [[1.0] * 3, [2.0] * 3, [3.0] * 3, [0.0] * 3] and batch.n_targets == 3
 
 
 def test_contrastive_substitutes_are_reported_and_crops_repeat_on_resume():

@@ -66,6 +66,17 @@ def test_cap_takes_a_random_part_and_lines_report_it():
     assert mix.lines()[0] == {"source": "a", "category": "vqa", "samples": 1000, "wanted": 40, "share": 0.4, "repeats": 1.0}
 
 
+def test_a_multiple_repeats_a_source_whole_and_adds_a_part_drawn_anew_each_epoch():
+    mix = mixture(("thrice", Made("thrice", 20), {"multiple": 3}), ("part", Made("part", 50), {"multiple": 0.2}), ("mixed", Made("mixed", 10), {"multiple": 1.5}))
+    epochs = [np.bincount(list(iterate(mix, mix.order(0, epoch))), minlength=80) for epoch in (0, 1)]
+    for counts in epochs:
+        assert set(counts[:20]) == {3} and counts[20:70].sum() == 10 and counts[20:70].max() == 1
+        assert counts[70:].sum() == 15 and set(counts[70:]) == {1, 2}
+    assert (epochs[0][20:70] != epochs[1][20:70]).any()
+    with pytest.raises(ConfigError, match="'a' has a weight and a multiple"):
+        mixture(("a", Made("a", 10), {"weight": 1.0, "multiple": 2}))
+
+
 def test_units_by_image_keep_its_questions_together():
     mix = mixture(("a", Made("a", 35, 10), {}))
     order = mix.order(0, 0, by_image=True)

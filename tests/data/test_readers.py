@@ -2,6 +2,7 @@
 
 import csv
 import json
+import multiprocessing
 import os
 import pickle
 
@@ -10,9 +11,11 @@ import pytest
 from PIL import Image
 
 from mmkit.config import ConfigError, DataConfig, SourceConfig
+from mmkit.data import record_facts
 from mmkit.data.example import BadRecord, checked
 from mmkit.data.jsonl_index import JsonLines, line_index
-from mmkit.data.readers import READERS, open_mixture, open_source, records_of
+from mmkit.data.mixture import ListSource, Mixture, group_numbers
+from mmkit.data.readers import READERS, RecordSource, open_mixture, open_source, records_of
 from mmkit.data.regions import region_mask
 
 CHAT = [{"from": "human", "value": "Look at <image> now"}, {"from": "gpt", "value": "A kite."}]
@@ -234,3 +237,67 @@ def test_mixture_opens_every_source(tmp_path):
     sources = [SourceConfig(name=name, format="llava", path=str(path)) for name in "ab"]
     mix = open_mixture(DataConfig(sources=sources))
     assert len(mix) == 8 and mix[5].source == "b" and set(READERS) >= {"llava", "grit", "parquet", "csv", "pack", "webdataset"}
+
+
+# ---------------------------------------------------------------- what planning asks of every record
+
+
+def conversations(path, n=40):
+    """``n`` records about half as many pictures, some without one, of different lengths, and one line that is no JSON."""
+    lines = []
+    for k in range(n):
+        record = {"id": k, "conversations": [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "so " * (k % 7 + 1)}]}
+        lines.append(json.dumps(record | ({"image": f"{k * 7 % (n // 2)}.jpg"} if k % 5 else {})))
+    path.write_text("\n".join([*lines, "{broken"]) + "\n")
+    return RecordSource("made", records_of(path), str(path.parent), "f")
+
+
+def test_kept_groups_and_lengths_equal_those_read_anew(tmp_path, monkeypatch):
+    source = conversations(tmp_path / "a.jsonl")
+    kept = source.facts
+    assert kept["groups"].tolist() == group_numbers(source).tolist() and len(set(kept["groups"].tolist())) < len(source)
+    assert kept["lengths"].tolist() == [source.length(k) for k in range(len(source))] and min(kept["lengths"]) < 0 < max(kept["lengths"])
+    listed = RecordSource("made", [source.records[k] for k in range(40)], str(tmp_path))  # a list in memory, nothing kept
+    assert listed.facts["groups"].tolist() == kept["groups"].tolist()[:40] and listed.facts["lengths"].tolist() == kept["lengths"].tolist()[:40]
+    monkeypatch.setattr(RecordSource, "length", None)
+    again = RecordSource("made", records_of(tmp_path / "a.jsonl"), str(tmp_path))
+    assert isinstance(again.facts["groups"], np.memmap) and again.facts["groups"].tolist() == kept["groups"].tolist()
+    with pytest.raises(TypeError):  # another folder is another identity of the pictures
+        _ = RecordSource("made", again.records, "/elsewhere").facts
+
+
+def test_kept_groups_and_lengths_are_made_anew_when_the_file_changes_or_they_are_cut_short(tmp_path):
+    kept = conversations(tmp_path / "a.jsonl").facts["lengths"].tolist()
+    assert len(conversations(tmp_path / "a.jsonl", 30).facts["lengths"]) == 31
+    file = tmp_path / f"a.jsonl{record_facts.SUFFIX}"
+    file.write_bytes(file.read_bytes()[:-8])
+    assert conversations(tmp_path / "a.jsonl").facts["lengths"].tolist() == kept
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert len(RecordSource("made", JsonLines(tmp_path / "empty.jsonl"), None).facts["groups"]) == 0
+
+
+def test_orders_by_picture_and_length_are_the_same_with_and_without_the_kept_numbers(tmp_path):
+    source = conversations(tmp_path / "a.jsonl")
+    plain = ListSource([example for k in range(40) if (example := source[k])])
+    config = SourceConfig(name="made", format="llava", path="a")
+    short = RecordSource("made", [source.records[k] for k in range(40)], str(tmp_path))
+    for options in ({"by_image": True}, {"megabatch": 4}, {"by_image": True, "megabatch": 4}):
+        orders = [Mixture([config], [one]).order(1, 2, **options) for one in (plain, short)]
+        assert orders[0].members.tolist() == orders[1].members.tolist() and orders[0].starts.tolist() == orders[1].starts.tolist()
+
+
+def _build_and_count(path, calls):
+    source, real = RecordSource("made", records_of(path), str(path.parent)), RecordSource.length
+    RecordSource.length = lambda self, k: calls.put(k) or real(self, k)
+    _ = source.facts
+
+
+def test_two_processes_build_the_numbers_once(tmp_path):
+    conversations(tmp_path / "a.jsonl")
+    context = multiprocessing.get_context("fork")
+    calls = context.SimpleQueue()
+    work = [context.Process(target=_build_and_count, args=(tmp_path / "a.jsonl", calls)) for _ in range(3)]
+    [process.start() for process in work]
+    [process.join() for process in work]
+    assert all(process.exitcode == 0 for process in work)
+    assert sorted(calls.get() for _ in iter(lambda: not calls.empty(), False)) == list(range(41))

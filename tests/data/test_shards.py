@@ -21,7 +21,7 @@ from mmkit.data.example import BadRecord, Example, ImageRef, Turn
 from mmkit.data.images import open_image
 from mmkit.data.loader import loader
 from mmkit.data.mixture import Mixture
-from mmkit.data.shards import ShardSource, check_enough, inspect, open_shards, shard_order, split, unique_expected
+from mmkit.data.shards import ShardSource, inspect, open_shards, unique_expected
 from mmkit.data.tar_files import ShardError, expand, members, read_range
 from mmkit.data.tar_index import index_of, keeps
 from mmkit.data.tar_writer import ShardWriter, write_examples
@@ -136,7 +136,9 @@ def test_the_command_writes_shards_from_a_table_and_checks_them(tmp_path, capsys
     (tmp_path / "pairs.csv").write_text("filepath\ttitle\n" + "".join(f"{i}.png\tpicture {i}\n" for i in range(3)))
     options = ["--from", str(tmp_path / "pairs.csv"), "--images", str(tmp_path), "--samples", "2"]
     assert main(["data", "shards", str(tmp_path / "out"), *options]) == 0
-    assert "2 shards, 3 samples found, 3 usable" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "2 shards, 3 samples found, 3 usable" in text and "ready to train" in text
+    assert main(["data", "shards", f"{tmp_path}/out/{{00000..00002}}.tar"]) == 2 and "training would stop" in capsys.readouterr().out
     assert [open_shards(source_config(tmp_path / "out"))[i].caption for i in range(3)] == ["picture 0", "picture 1", "picture 2"]
 
 
@@ -292,22 +294,6 @@ def test_shard_weights_change_how_often_a_source_is_drawn(tmp_path):
         open_shards(config, shard_weights=(1, 3))
     with pytest.raises(ConfigError, match="one for each"):
         open_shards(config, DataConfig(resampled=True), shard_weights=(1,))
-
-
-def test_split_after_the_shuffle_covers_every_shard_once():
-    for epoch in (0, 1):
-        order = shard_order(17, seed=3, epoch=epoch)
-        parts = [split(order, rank, 8).tolist() for rank in range(8)]
-        assert sorted(sum(parts, [])) == list(range(17))
-        finer = [split(order, rank, 4, worker, 2).tolist() for rank in range(4) for worker in range(2)]
-        assert sorted(sum(finer, [])) == list(range(17))
-    assert shard_order(17, 3, 0).tolist() != shard_order(17, 3, 1).tolist()
-
-
-def test_fewer_shards_than_readers_is_said_before_anything_starts():
-    with pytest.raises(ConfigError, match="3 shards for 2 processes x 2 workers = 4"):
-        check_enough(3, world=2, workers=2)
-    check_enough(4, world=2, workers=2)
 
 
 # ---------------------------------------------------------------- remote

@@ -1,10 +1,15 @@
 """Shards in a bucket: servers of s3:// and gs:// on loopback, and a connection that breaks in the middle of a read."""
 
+import io
+
 import pytest
+import torch
+from PIL import Image
 from torch.utils.data import DataLoader
 
-from mmkit.config import SourceConfig
+from mmkit.config import ClipConfig, DataConfig, SourceConfig
 from mmkit.data.example import BadRecord
+from mmkit.data.loader import loader
 from mmkit.data.shards import open_shards
 from mmkit.data.tar_writer import ShardWriter
 from tests.bucket import on_each_store, serving, use
@@ -67,3 +72,32 @@ def test_an_absent_object_is_named(bucket):
         writer.write("0", {"jpg": b"x", "txt": "y"})
     with pytest.raises(ValueError, match="00001.tar: there is no such object"):
         open_shards(SourceConfig(name="pairs", format="webdataset", path=f"{bucket}2/{{00000..00001}}.tar"))
+
+
+def test_a_streamed_bucket_begins_with_the_shards_it_needs_and_survives_dropped_connections(bucket, proxy):
+    with ShardWriter(bucket + "4", max_samples=5) as writer:
+        for i in range(200):
+            writer.write(f"{i:03d}", {"jpg": jpeg(i), "txt": f"caption {i}"})
+    source = SourceConfig(name="pairs", format="webdataset", path=f"{bucket}4/{{00000..00039}}.tar")
+    data = DataConfig(sources=(source,), resampled=True, samples_per_epoch=10_000, workers=1)
+    with loader(data, ClipConfig(name="ViT-B-32"), tokenize, [red], train=True, device_batch=4) as stream:
+        proxy.cuts = 3
+        batches = [next(stream) for _ in range(5)]
+        assert 8 <= stream.shards.opened <= 24 and not stream.shards.damaged
+    for batch in batches:
+        for key, value, length in zip(batch.keys, batch.tensors["image"].flatten().tolist(), batch.tensors["text"].flatten().tolist(), strict=True):
+            assert abs(int(key) - value) <= 2 and length == len(f"caption {int(key)}")
+
+
+def jpeg(red: int) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (8, 8), (red, red, red)).save(out, "jpeg", quality=95)
+    return out.getvalue()
+
+
+def red(image):
+    return torch.tensor([[[float(image.getpixel((0, 0))[0])]]])
+
+
+def tokenize(texts):
+    return torch.tensor([[len(text)] for text in texts])

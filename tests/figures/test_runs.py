@@ -33,6 +33,17 @@ def test_curves_keep_every_step_and_spell_what_is_not_finite(tmp_path):
     assert path.stat().st_size > 3000 and path.with_suffix(".csv").read_text().count("\n") == 5
 
 
+def test_the_loss_of_held_out_data_is_drawn_as_dots_where_it_was_measured(tmp_path):
+    folder = metrics(tmp_path / "a", [3.0, 2.0, 1.0])
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows[1]["eval_loss"] = 2.5
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = runs.curves({"a": folder, "b": metrics(tmp_path / "b", [3, 2])})
+    (dots,) = [line for line in drawn.figure.axes[0].get_lines() if line.get_label() == "a, held out"]
+    assert (list(dots.get_xdata()), list(dots.get_ydata())) == ([2], [2.5])
+    assert not any("held out" in line.get_label() for axis in drawn.figure.axes[1:] for line in axis.get_lines())
+
+
 def test_several_runs_share_one_picture(tmp_path):
     drawn = runs.curves({"a": metrics(tmp_path / "a", [2, 1]), "b": metrics(tmp_path / "b", [3, 2, 1])})
     assert drawn.table.groupby("run").size().to_dict() == {"a": 2, "b": 3}

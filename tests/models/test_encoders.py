@@ -17,7 +17,7 @@ from mmkit.models.encoders import (
     resize_grid,
     resize_positions,
     resolution_of,
-    source_tensors,
+    source_readers,
     spec_of,
 )
 from tests.models.twins import CLIP, DINO
@@ -236,7 +236,7 @@ def test_missing_unexpected_and_misshapen_encoder_tensors_are_named(tmp_path):
     saved_clip(tmp_path / "model.safetensors")
     wider = config.model_copy(update={"architecture": CLIP.architecture | {"intermediate_size": 40}})
     with pytest.raises(ValueError, match=r"mlp.fc1.\w+ has shape \(32.*, the model needs \(40"):
-        dict(source_tensors(build_encoder(wider, "meta"), wider))
+        source_readers(build_encoder(wider, "meta"), wider)
 
 
 def test_an_encoder_that_gives_no_square_grid_says_so():

@@ -53,6 +53,15 @@ def test_a_test_run_is_not_watched():
     assert watched() is False
 
 
+def test_the_loss_of_held_out_data_is_shown_beside_that_of_training(capsys):
+    with Progress(10, live=False, clock=Clock()) as progress:
+        progress({"step": 1, "loss": 3.0})
+        progress({"step": 2, "loss": 2.0, "eval_loss": 2.5})
+    assert "loss 2, eval_loss 2.5" in capsys.readouterr().out
+    drawn = curve(progress.points, progress.held_out)
+    assert drawn.count("<circle") == 1 and '<circle cx="550.0" cy="70.0"' in drawn
+
+
 def test_the_curve_is_thinned_and_the_bar_is_bounded():
     assert curve([(1, 1.0)]) == ""
     drawn = curve([(step, 1.0 / step) for step in range(1, 5001)])

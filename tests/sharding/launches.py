@@ -36,6 +36,7 @@ def training_jobs(mode: str, backend: dict, folder: Path) -> dict:
     recomputed = {"checkpoint_blocks": mode == "xla"}
     jobs = {f"{case}/{mode}": {"case": case, "steps": [0, STEPS], "save_at": SAVE_AT} for case in ("vlm", "clip")}
     jobs[f"lora/{mode}"] = {"case": "lora", "precision": "bf16", "steps": [0, 4], "save_at": SAVE_AT, "full": True, "train": recomputed}
+    jobs[f"vlm/{mode}"]["validate"] = True
     for label, job in jobs.items():
         job |= {"save": str(folder / f"{label.replace('/', ' ')}.pt")}
     jobs[f"skip/{mode}"] = {"case": "vlm", "steps": [0, 4], "poison": [1, 2]}

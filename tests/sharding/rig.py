@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -44,6 +45,8 @@ def run_job(job: dict) -> dict:
             rows[-1].append(same(before, weights(backend)))
     result = {"rows": rows, "compiles": backend.compiles() - begun, "reached": backend.reached, "extra": backend.extra_state()}
     result |= {"seconds": seconds, "bytes": held_bytes(backend)}
+    if job.get("validate"):
+        result["validation"] = [validation(backend, model, case) for _ in range(2)]
     if job.get("full"):
         result["full"] = {name: [float(t.double().sum()), list(t.shape), str(t.dtype)] for name, t in backend.full_parameters()}
     backend.clear()
@@ -92,6 +95,20 @@ def one_step(backend, model, case, step: int, job: dict) -> list:
     backend.set_learning_rates([case.train.optimizer.lr * (1 + step % 3) / 3] * len(backend.optimizer.param_groups))
     norm = backend.update(cases.MAX_NORM)
     return [step, float(backend.sum_over_devices(total) / count), float(norm), bool(backend.skipped)]
+
+
+def validation(backend, model, case) -> list:
+    """[loss, accuracy, programs compiled] of four micro-batches as held-out data, one of them without any target in its second half."""
+    from mmkit.training.validation import of_tokens
+
+    begun, whole = backend.compiles(), [case.micro_batch(i) for i in range(4)]
+    batches = [{name: t.chunk(backend.world)[backend.rank] for name, t in batch.items()} for batch in whole]
+    model.eval()
+    with torch.no_grad():
+        held_out = [SimpleNamespace(tensors=batch) for batch in batches]
+        found = of_tokens(SimpleNamespace(backend=backend, objective=model, held_out=held_out))
+    model.train()
+    return [*found.values(), backend.compiles() - begun]
 
 
 def weights(backend) -> dict:

@@ -41,6 +41,13 @@ def test_losses_and_gradient_norms_of_twenty_steps_are_those_of_one_process(resu
     close(rows, reference, ALL)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_held_out_data_say_the_same_and_compile_one_program_once(results, mode):
+    (first, again), (wanted, _) = results[f"vlm/{mode}"]["validation"], results["vlm/single"]["validation"]
+    assert first[:2] == pytest.approx(wanted[:2], rel=ALL) and again[:2] == first[:2]
+    assert first[2] <= 1 and again[2] == 0
+
+
 @pytest.mark.parametrize("case", ["vlm", "clip"])
 def test_the_reference_run_moves_and_clips(results, case):
     rows = results[f"{case}/single"]["rows"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,9 @@ from mmkit.sharding.backend import create
 from mmkit.training import contrastive
 from mmkit.training.accumulate import contrastive_step
 from mmkit.training.contrastive import ContrastiveObjective, check
+from mmkit.training.validation import of_pairs
 
-N = 24  # pairs of the joined batch: 2 or 3 micro-batches on each of 4 devices
+N, PARTIAL = 24, 13  # pairs of the joined batch: 2 or 3 micro-batches on each of 4 devices; of the last batch of held-out pairs
 
 
 class Toy(nn.Module):
@@ -78,6 +80,19 @@ class Spliced:
         return torch.cat(parts)
 
 
+def held_out_loss(config, backend, wrapped, train, micro):
+    """The validation loss of the joined batch and its first `PARTIAL` pairs, this process having its rows of each micro-batch."""
+    whole, numbers, batches = joined_batch(), [*range(N), *range(PARTIAL), *[None] * (N - PARTIAL)], []
+    blank = {name: torch.zeros_like(value[0]) for name, value in whole.items()}
+    for start in range(0, len(numbers), N // micro):
+        mine = numbers[start : start + N // micro][backend.rank :: backend.world]
+        tensors = {name: torch.stack([blank[name] if i is None else value[i] for i in mine]) for name, value in whole.items()}
+        batches.append(SimpleNamespace(tensors=tensors, keys=["" if i is None else f"pair {i}" for i in mine]))
+    run = SimpleNamespace(train=train.model_copy(update={"contrastive": config}))
+    with torch.no_grad():
+        return of_pairs(SimpleNamespace(run=run, backend=backend, objective=wrapped, held_out=batches, accumulation=micro))["eval_loss"]
+
+
 def run(case, backend):
     """Gradients of every parameter and what the loss reported, for one case on one backend. A case with random draws also has
     ``one_graph``: the gradients of one loss with one graph over all micro-batches, from the same draws."""
@@ -94,7 +109,10 @@ def run(case, backend):
     count = backend.sum_over_devices(torch.tensor(float(len(mine["image"]))))
     torch.manual_seed(3 + backend.rank)
     draws = backend.rng_state()
-    facts = {"one_graph": one_graph(unwrapped.to(backend.device), parts, backend)} if drawn else {}
+    if drawn:
+        facts = {"one_graph": one_graph(unwrapped.to(backend.device), parts, backend)}
+    else:
+        facts = {"validation": held_out_loss(config, backend, wrapped, train, micro)}
     backend.set_rng_state(draws)
     if micro > 1:
         out = contrastive_step(wrapped, objective.loss, parts, backend, count)

@@ -19,8 +19,8 @@ def write(out: Path, stage: int, batch: dict) -> None:
 
     run = tiny_run(out)
     torch.manual_seed(run.seed)
-    model, parts = build_model(run)
-    prepare_model(model, run, parts.COMPONENTS)
+    model, stored, parts = build_model(run)
+    prepare_model(model, run, parts.COMPONENTS, stored)
     module = LanguageObjective(model)
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}

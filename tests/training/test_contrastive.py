@@ -22,7 +22,7 @@ from mmkit.training.contrastive import (
     repeated_share,
     unmask_when_due,
 )
-from tests.training.contrastive_cases import N, Toy, joined_batch, model_of, teacher_of
+from tests.training.contrastive_cases import N, PARTIAL, Toy, joined_batch, model_of, teacher_of
 from tests.training.processes import run_processes
 
 SPLIT = {
@@ -64,9 +64,9 @@ class Alone:
         return x
 
 
-def open_clips_loss(config):
-    """Loss and gradients of one process that holds all pairs, by open_clip's classes."""
-    model, teacher, batch = model_of(config), teacher_of(config), joined_batch()
+def open_clips_loss(config, n=N):
+    """Loss and gradients of one process that holds all pairs, or the first ``n``, by open_clip's classes."""
+    model, teacher, batch = model_of(config), teacher_of(config), {name: value[:n] for name, value in joined_batch().items()}
     out = model(batch)
     image, text, scale = out["image_features"], out["text_features"], out["logit_scale"]
     if config.kind == "siglip":
@@ -105,6 +105,8 @@ def assert_equal_to_one_process(results):
     for name in EXACT:
         loss, wanted = open_clips_loss(ContrastiveConfig(**EXACT[name]["contrastive"]))
         assert results[name]["loss"] == pytest.approx(loss, rel=1e-5), name
+        partial, _ = open_clips_loss(ContrastiveConfig(**EXACT[name]["contrastive"]), PARTIAL)
+        assert results[name]["validation"] == pytest.approx((N * loss + PARTIAL * partial) / (N + PARTIAL), rel=1e-5), name
         assert_same_gradients(results[name]["gradients"], wanted, name)
     for name in DRAWN:
         found = results[name]

@@ -265,9 +265,9 @@ def test_a_trained_tensor_without_a_gradient_is_an_error_unless_allowed(tmp_path
     real = assemble.build_model
 
     def with_an_unused_weight(run):
-        model, parts = real(run)
+        model, *rest = real(run)
         model.connector.forgotten = torch.nn.Parameter(torch.zeros(3))
-        return model, parts
+        return model, *rest
 
     monkeypatch.setattr(assemble, "build_model", with_an_unused_weight)
     with pytest.raises(ValueError, match=r"1 of \d+ trained tensors got no gradient in the first step: connector\.forgotten\."):
@@ -285,12 +285,14 @@ def test_evaluation_enters_the_lines_and_the_best_checkpoint_is_kept(tmp_path):
 
 
 def test_a_plateau_lowers_the_rate_and_a_resume_remembers_it(tmp_path):
-    plateau = {"optimizer": {"lr": 1e-3, "warmup": 0, "schedule": "plateau"}, "eval_every": 1, "checkpoint": {"save_every": 1}}
+    best = {"save_every": 1, "best_metric": "eval_recall", "best_mode": "max"}
+    plateau = {"optimizer": {"lr": 1e-3, "warmup": 0, "schedule": "plateau"}, "eval_every": 1, "checkpoint": best}
+    recalls = iter([0.1, 0.2, 0.3, 0.3, 0.2, 0.3, 0.25, 0.2, 0.3])
     run = tiny_run(tmp_path, steps=5, **plateau)
-    train(run, on_eval=lambda state: {"loss": 1.0})
-    assert [row["lr"] for row in lines(run)] == [1e-3] * 4 + [5e-4]
-    train(tiny_run(tmp_path, steps=6, **plateau), on_eval=lambda state: {"loss": 1.0})
-    assert lines(run)[-1]["lr"] == 5e-4
+    train(run, on_eval=lambda state: {"recall": next(recalls)})
+    train(tiny_run(tmp_path, steps=9, **plateau), on_eval=lambda state: {"recall": next(recalls)})
+    assert [row["lr"] for row in lines(run)] == [1e-3] * 6 + [5e-4] * 3  # the first two of three bad ones were before the resume
+    assert 3 in steps_of(run)
 
 
 def poison(monkeypatch, at, factor):

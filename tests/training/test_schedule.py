@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mmkit.config import OptimizerConfig
+from mmkit.config import ConfigError, OptimizerConfig
 from mmkit.training.schedule import Plateau, Schedule, factor, sqrt_scaled
 
 
@@ -41,18 +41,48 @@ def test_plateau_halves_after_patience_and_an_improvement_resets_it():
     assert watch.scale == 0.5
 
 
+RISING, STOPPED = (0.2, 0.3, 0.4, 0.5), (0.5, 0.5, 0.4, 0.5)
+
+
+@pytest.mark.parametrize(("mode", "values", "scale"), [("max", RISING, 1.0), ("max", STOPPED, 0.5), ("min", RISING, 0.5)])
+def test_plateau_cuts_on_a_recall_that_stops_rising_and_not_on_one_that_rises(mode, values, scale):
+    watch = Plateau()
+    for value in values:
+        watch.observe(value, mode)
+    assert watch.scale == scale and watch.best == (min if mode == "min" else max)(values)
+
+
+def test_a_value_that_is_not_finite_is_no_improvement():
+    watch = Plateau(patience=1)
+    for value in (math.nan, 3.0, math.nan, -math.inf):
+        watch.observe(value)
+    assert (watch.best, watch.scale) == (3.0, 0.5)
+
+
+def test_a_best_value_of_another_metric_is_forgotten_and_the_cuts_are_kept():
+    config = OptimizerConfig(schedule="plateau", warmup=0)
+    schedule = Schedule(config, 10)
+    for _ in range(4):
+        schedule.observe({"eval_loss": 1.0, "eval_recall": 0.5})
+    other = Schedule(config, 10, watched=("eval_recall", "max"))
+    other.load_state_dict(schedule.state_dict())
+    assert (other.plateau.best, other.plateau.bad, other.plateau.scale) == (None, 0, 0.5)
+    with pytest.raises(ConfigError, match="'eval_recall' is not measured; a line has eval_loss"):
+        other.observe({"eval_loss": 1.0})
+
+
 def test_plateau_state_survives_a_resume_and_other_schedules_ignore_validation():
     groups = [{"base_lr": 0.1}, {"base_lr": 0.01}]
     schedule = Schedule(OptimizerConfig(schedule="plateau", warmup=0), 10)
     for _ in range(4):
-        schedule.observe(1.0)
+        schedule.observe({"eval_loss": 1.0})
     assert schedule.rates(groups, 5) == [0.05, 0.005]
     resumed = Schedule(OptimizerConfig(schedule="plateau", warmup=0), 10)
     resumed.load_state_dict(schedule.state_dict())
     assert resumed.rates(groups, 5) == schedule.rates(groups, 5)
     other = Schedule(OptimizerConfig(schedule="constant", warmup=0), 10)
     for _ in range(9):
-        other.observe(1.0)
+        other.observe({"eval_loss": 1.0})
     assert other.rates(groups, 5) == [0.1, 0.01]
 
 

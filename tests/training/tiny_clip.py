@@ -23,8 +23,8 @@ ARCHITECTURE = {
 }
 
 
-def shards(folder: Path, n: int = 48, per_shard: int = 12) -> str:
-    """``n`` pairs, each caption once as long as there are colours and shapes enough."""
+def shards(folder: Path, n: int = 48, per_shard: int = 12, broken: int = -1) -> str:
+    """``n`` pairs, each caption once as long as there are colours and shapes enough; the picture of number ``broken`` does not open."""
     rng = np.random.default_rng(0)
     with ShardWriter(str(folder), max_samples=per_shard) as writer:
         for i in range(n):
@@ -33,17 +33,21 @@ def shards(folder: Path, n: int = 48, per_shard: int = 12) -> str:
             pixels[: 4 * SHAPES.index(shape), :4] = 0
             out = io.BytesIO()
             Image.fromarray(pixels).save(out, "png")
-            writer.write(f"{i:04d}", {"png": out.getvalue(), "txt": f"a {shape} {name} thing {i}"})
+            writer.write(f"{i:04d}", {"png": b"no picture" if i == broken else out.getvalue(), "txt": f"a {shape} {name} thing {i}"})
     return str(folder)
 
 
-def clip_run(folder: Path, data: str, **train) -> RunConfig:
-    """A pretrain run on the shards in ``data``; ``train`` replaces settings of TrainConfig, and a few of the run."""
+def clip_run(folder: Path, data: str, held_out: str = "", **train) -> RunConfig:
+    """A pretrain run on the shards in ``data``, validated on those in ``held_out``; ``train`` replaces settings of TrainConfig, and a few
+    of the run."""
     top = {name: train.pop(name) for name in ("resume", "name", "backend", "seed") if name in train}
     model = {"kind": "clip", "name": "small", "architecture": ARCHITECTURE, "mean": [0.5] * 3, "std": [0.5] * 3} | train.pop("model", {})
     tree = {
         "preset": "test", "stage": "pretrain", "root": str(folder / "runs"), "model": model,
-        "data": {"sources": [{"name": "pairs", "format": "webdataset", "path": data}], "augment_scale": [1.0, 1.0]},
+        "data": {
+            "sources": [{"name": "pairs", "format": "webdataset", "path": data}], "augment_scale": [1.0, 1.0],
+            "validation": [{"name": "other", "format": "webdataset", "path": held_out}] if held_out else [], "max_bad_share": 0.1,
+        },
         "train": {
             "trainable": ["image", "text", "scale"], "precision": "fp32", "global_batch": 12, "device_batch": 12, "steps": 8,
             "optimizer": {"lr": 3e-3, "warmup": 0, "schedule": "constant", "weight_decay": 0.1}, "stability": {"window": 8}, **train,

@@ -6,6 +6,7 @@ Files are mapped, and mapped again every `REMAP_BYTES` so that pages already rea
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from mmkit.models.hollow import Reader
 from mmkit.storage import fetched, is_remote
 
 REMAP_BYTES = 64 << 20
@@ -96,11 +98,12 @@ def _header(file: Path) -> list[str]:
 
 
 class Lookup:
-    """Random access by name into a weight file or folder; each tensor is read when asked for."""
+    """Random access by name into a weight file or folder; each tensor is read when asked for. Copy what you keep, as of `tensors`."""
 
     def __init__(self, path: Path):
         self._file_of = {name: file for file in weight_files(Path(path)) for name in names(file)}
         self._open: tuple[Path, dict[str, torch.Tensor]] | None = None
+        self._read = 0
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -115,9 +118,19 @@ class Lookup:
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as handle:
                 return handle.get_tensor(name)
-        if self._open is None or self._open[0] != file:
-            self._open = (file, pickled(file))
-        return self._open[1][name]
+        opened = self._open  # another thread may open another file meanwhile
+        if opened is None or opened[0] != file or self._read >= REMAP_BYTES:
+            opened = self._open = (file, pickled(file))
+            self._read = 0
+        tensor = opened[1][name]
+        self._read += tensor.nbytes
+        return tensor
+
+
+def readers(path: Path) -> dict[str, Reader]:
+    """Name -> function that reads it, for every tensor of a weight file or folder. A reader's shape and dtype cost no reading."""
+    lookup = Lookup(path)
+    return {name: functools.partial(lookup.__getitem__, name) for name in lookup}
 
 
 def _safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
