@@ -97,7 +97,7 @@ def assemble(run: RunConfig) -> TrainState:
         {"group": g["title"], "lr": g["base_lr"], "weight_decay": g["weight_decay"], "tensors": len(g["params"])}
         for g in backend.optimizer.param_groups
     ]
-    guard = StabilityGuard(run.train.stability, run.folder, backend.any_device, backend.is_main)
+    guard = StabilityGuard(run.train.stability, run.folder, backend.any_device, backend.is_main, backend.all_objects)
     checkpoints = Checkpoints(f"{run.folder}/checkpoints", run.train.checkpoint, backend)
     return TrainState(
         run, backend, model, wrapped, data, Schedule(run.train.optimizer, total, watched=watched(run.train)), guard, checkpoints, total,

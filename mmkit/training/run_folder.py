@@ -264,17 +264,17 @@ def _first_difference(path: str, old: Any, new: Any) -> tuple[str, Any, Any]:
 
 
 def open_folder(state: TrainState, first: bool = True) -> MetricsFile | None:
-    """Opens metrics.jsonl behind the last step kept, having written config.yaml and environment.json where this is the ``first`` time.
+    """Opens metrics.jsonl behind the last step kept, having written environment.json, and the first time config.yaml: after a rewind
+    it still says what was asked for, and environment.json from which step on which precision was used.
 
     None on other than the main process.
     """
     if not state.backend.is_main:
         return None
-    if not first:
-        return MetricsFile(state.run.folder, state.step, state.samples)
     store = Store(state.run.folder)
     store.make()
-    store.write("config.yaml", to_yaml(state.run).encode())
+    if first:
+        store.write("config.yaml", to_yaml(state.run).encode())
     facts = {
         "tables": state.tables, "backend": {"name": state.backend.name, "world": state.backend.world, "devices": state.backend.devices},
         "data": {"fingerprint": state.loader.state_dict().get("fingerprint"), "summary": state.loader.summary()},

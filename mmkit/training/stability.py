@@ -53,13 +53,15 @@ class Decision:
 class StabilityGuard:
     """One a run, on every process. ``folder`` is the run folder (any fsspec path); None writes nothing.
 
-    ``any_device`` makes a flag true everywhere when it is true on one process; all processes call `observe` equally often.
+    ``any_device`` makes a flag true everywhere when it is true on one process, ``all_objects`` hands every process everyone's object;
+    all processes call `observe` and `write` equally often.
     """
 
     config: StabilityConfig
     folder: str | None = None
     any_device: Callable[[bool], bool] = bool
     is_main: bool = True
+    all_objects: Callable[[Any], list] = field(default=lambda value: [value], repr=False)
     losses: deque = field(init=False)
     ring: deque = field(init=False)
     n_rewinds: int = 0
@@ -151,16 +153,20 @@ class StabilityGuard:
         self.ring.clear()
 
     def write(self, decision: Decision, activations: list[dict] = (), **facts: Any) -> str | None:
-        """The event file ``stability/step-XXXXXXXX.json``: decision, last steps, activations, and what else the loop knows (the
-        checkpoint used, the data position). Returns its path; the main process writes, the others return None."""
+        """The event file ``stability/step-XXXXXXXX.json``: decision, last steps, and what else the loop knows (the checkpoint used, the
+        data position). The offending batch's keys and activations are those of every process, since any of them may hold the sample
+        at fault; the last steps' keys are the main process's. Returns its path; the main process writes, the others return None."""
+        everyone = self.all_objects((decision.keys, list(activations)))
         if not self.is_main:
             return None
         log.warning("%s", decision.message)
         if self.folder is None:
             return None
         store, name = Store(self.folder), f"stability/step-{decision.step:08d}-{self.n_rewinds}.json"
-        event = {"decision": asdict(decision), "limit": _plain(self.limit), **facts}
-        event |= {"last_steps": [_plain(row) for row in self.ring], "activations": _plain(list(activations))}
+        keys = [list(of_process) for of_process, _ in everyone]
+        event = {"decision": asdict(decision) | {"keys": sum(keys, [])}, "limit": _plain(self.limit), **facts, "keys_of_processes": keys}
+        rows = [{"process": rank, **row} for rank, (_, found) in enumerate(everyone) for row in found]
+        event |= {"last_steps": [_plain(row) for row in self.ring], "activations": _plain(rows)}
         store.write(name, json.dumps(event, indent=1).encode())
         return store.path(name)
 
@@ -211,14 +217,25 @@ def activation_statistics(module: nn.Module, blocks: Sequence[str], forward: Cal
 
         return hook
 
-    handles = [layer.register_forward_hook(record(name)) for name, layer in module.named_modules() if type(layer).__name__ in blocks]
+    named = lambda layer: {kind.__name__ for kind in type(layer).__mro__}  # noqa: E731 - FSDP puts a class of its own before a block's
+    handles = [layer.register_forward_hook(record(name)) for name, layer in module.named_modules() if named(layer) & set(blocks)]
     try:
         with torch.no_grad():
             forward()
     finally:
         for handle in handles:
             handle.remove()
-    return [_plain(row) for row in rows]
+    return _read(rows)
+
+
+def _read(rows: list[dict]) -> list[dict]:
+    """The rows with plain numbers, read from the device at once: on XLA each reading of its own would compile a program."""
+    if not rows:
+        return []
+    sizes = torch.stack([row[name] for row in rows for name in ("max", "rms")]).view(-1, 2).tolist()
+    counts = torch.stack([row["not_finite"] for row in rows]).tolist()
+    plain = zip(rows, sizes, counts, strict=True)
+    return [_plain(row | {"max": largest, "rms": rms, "not_finite": count}) for row, (largest, rms), count in plain]
 
 
 def _first_tensor(output: Any) -> Tensor | None:

@@ -10,6 +10,7 @@ from torch import nn
 from mmkit.config import StabilityConfig
 from mmkit.training.stability import Decision, StabilityGuard, Strain, activation_statistics, events
 from tests.training.processes import run_processes
+from tests.training.tiny_clip import shards
 
 
 def guard_of(tmp_path=None, **settings):
@@ -96,7 +97,7 @@ def test_the_event_file_holds_the_decision_the_last_steps_and_the_activations(tm
     assert event["decision"]["cause"] == "non-finite loss" and event["decision"]["keys"] == ["key-4"]
     assert [row["step"] for row in event["last_steps"]] == [1, 2, 3, 4]
     assert event["last_steps"][-1] == {"step": 4, "loss": "nan", "skipped": False, "keys": ["key-4"], "grad_norm": 2.5, "max_logit": "inf"}
-    assert event["activations"] == [{"block": "a", "max": 3.0}] and event["checkpoint"] == 2
+    assert event["activations"] == [{"process": 0, "block": "a", "max": 3.0}] and event["checkpoint"] == 2
     assert events(str(tmp_path)) == [event]
     assert StabilityGuard(StabilityConfig(), str(tmp_path), is_main=False).write(decision) is None
 
@@ -152,3 +153,31 @@ def test_a_non_finite_loss_on_one_of_two_processes_stops_both():
     assert [report["steps"] for report in reports] == [3, 3]
     assert [report["action"] for report in reports] == ["stop", "stop"]
     assert reports[1]["cause"] == "non-finite loss" and reports[0]["cause"] == "another process stopped here"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, strategy, stage", [("torch", "fsdp", 0), ("deepspeed", "ddp", 3), ("xla", "ddp", 0)])
+def test_a_run_on_two_devices_goes_back_as_one(tmp_path, kind, strategy, stage):
+    """A sample that is NaN on one device only, at the sixth window: back to step 4, on in fp32, no window read twice or left out."""
+    data = shards(tmp_path / "shards")
+    world = {"xla_devices": 2} if kind == "xla" else {"world": 2}
+    outputs = run_processes("rewind_case.py", [tmp_path, data, kind, strategy, stage], **world)
+    reports = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
+    for report in reports:
+        assert (report["reason"], report["steps"], report["precisions"]) == ("done", 6, ["bf16", "fp32"])
+        assert report["sum"] == pytest.approx(reports[0]["sum"], rel=1e-6)
+    windows = [sum(parts, []) for parts in zip(*(report["windows"] for report in reports), strict=True)]
+    assert len(windows) == 8  # 6 steps, and steps 5 and 6 of the first try
+    for epoch in (windows[:4], windows[4:]):
+        assert sorted(sum(epoch, [])) == [f"{i:04d}" for i in range(48)]
+    folder = reports[0]["folder"]
+    (event,) = events(folder)
+    decision = event["decision"]
+    assert (decision["step"], decision["rewind_to"], decision["precision"]) == (6, 5, "fp32")
+    assert decision["keys"] == windows[5] and event["keys_of_processes"] == [report["windows"][5] for report in reports]
+    assert [row["step"] for row in event["last_steps"]] == list(range(1, 7)) and event["last_steps"][-1]["loss"] == "nan"
+    assert {row["process"] for row in event["activations"] if row["not_finite"]} == {len(reports) - 1}
+    rows = [json.loads(line) for line in open(f"{folder}/metrics.jsonl")]
+    assert [row["step"] for row in rows] == list(range(1, 7)) and all(isinstance(row["loss"], float) for row in rows)
+    record = json.load(open(f"{folder}/environment.json"))
+    assert [(change["step"], change["precision"]) for change in record["precisions"]] == [(0, "bf16"), (4, "fp32")]
