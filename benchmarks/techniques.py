@@ -118,7 +118,6 @@ def in_child(call: str, processes: int = 0, **arguments) -> dict:
         out = Path(folder, "out.json")
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "USE_TORCH_XLA": "0"}
-        env |= {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed tensors go back to the system, so that peaks are of live memory
         spec = json.dumps({"call": call, "arguments": arguments, "out": str(out)})
         done = subprocess.run([sys.executable, *launcher, __file__, "--child", spec], env=env, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -203,10 +202,12 @@ def init_seconds(fast: bool) -> dict:
 
 
 def loss_peak(chunk: int, vocabulary: int = 131072, positions: int = 1024, width: int = 64) -> dict:
-    """Most memory that loss and backward need beyond weights and gradients, with all logits at once or ``chunk`` positions at a time."""
-    import resource
+    """Most bytes of tensors alive at once in loss and backward beyond weights and gradients, with all logits at once or ``chunk`` positions
+    at a time; from torch's record of every allocation, so whatever the system's allocator keeps."""
+    import itertools
 
     import torch
+    from torch.profiler import ProfilerActivity, profile
     from torch.utils.checkpoint import checkpoint
 
     from mmkit.training.loss import LanguageObjective
@@ -227,9 +228,10 @@ def loss_peak(chunk: int, vocabulary: int = 131072, positions: int = 1024, width
 
     model = Head()
     step(0, 1)  # gradients exist before the measured step
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    step(chunk, positions)
-    return {"bytes": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        step(chunk, positions)
+    changes = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return {"bytes": max(itertools.accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())))}
 
 
 def measured(processes: int) -> list[dict]:

@@ -124,9 +124,10 @@ def same(a: dict, b: dict) -> bool:
 def save(backend, path: str) -> None:
     """All entries and the extra numbers; the entry of parameter i is kept by rank i modulo world, then sent to the first."""
     mine = {name: entry for name, entry in backend.export_state(lambda i: i % backend.world) if entry is not None}
-    entries = {name: entry for part in backend.all_objects(mine) for name, entry in part.items()}
+    parts = backend.all_objects(mine)
+    entries = {name: entry for part in parts for name, entry in part.items()}
     if backend.is_main:
-        torch.save({"entries": entries, "extra": backend.extra_state()}, path)
+        torch.save({"entries": entries, "names": [name for part in parts for name in part], "extra": backend.extra_state()}, path)
     backend.barrier(120)
 
 

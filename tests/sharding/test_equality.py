@@ -49,12 +49,11 @@ def test_held_out_data_say_the_same_and_compile_one_program_once(results, mode):
 
 
 @pytest.mark.parametrize("case", ["vlm", "clip"])
-def test_the_reference_run_moves_and_clips(results, case):
+def test_the_reference_run_learns_and_clips(results, case):
     rows = results[f"{case}/single"]["rows"]
     assert len({row[1] for row in rows}) == len(rows)  # each step has its own batch and its own weights
     assert max(row[2] for row in rows) > 0.5  # above MAX_NORM: clipping had something to do
-    if case == "clip":  # its pairs come again; the language model's tokens are drawn anew each step and cannot be learnt
-        assert rows[-1][1] < rows[0][1]
+    assert sum(row[1] for row in rows[-3:]) < sum(row[1] for row in rows[:3])
 
 
 @pytest.mark.parametrize("mode", ("single", *MODES))
@@ -117,7 +116,7 @@ def test_an_inf_in_one_gradient_of_one_process_skips_the_update_everywhere(resul
 def test_saved_states_are_the_same_everywhere(results, folder, mode):
     for case, tolerance in (("vlm", 1e-4), ("clip", 2e-3)):
         mine, reference = (torch.load(folder / f"{case} {name}.pt") for name in (mode, "single"))
-        assert set(mine["entries"]) == set(reference["entries"])  # the ranks' parts were joined in their own order
+        assert sorted(mine["names"]) == sorted(reference["entries"])  # each once; the ranks' parts were joined in their own order
         assert mine["extra"]["optimizer_step"] == reference["extra"]["optimizer_step"] == SAVE_AT
         for name, entry in reference["entries"].items():
             for key, wanted in entry.items():
