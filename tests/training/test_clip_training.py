@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from mmkit.config import ConfigError
+from mmkit.config import ConfigError, changed
 from mmkit.training.loop import train
 from mmkit.training.rehearsal import layer_of, rehearse
 from tests.training.processes import run_processes
@@ -156,6 +156,13 @@ def test_checkpoints_are_written_every_so_many_samples(tmp_path, data):
     saved = []
     train(clip_run(tmp_path, data, steps=7, checkpoint={"save_samples": 30}), on_save=saved.append)
     assert saved == [3, 5, 7]  # 36, 60 and, at the end, 84 samples
+
+
+@pytest.mark.parametrize(("settings", "at"), [({}, [4, 8]), ({"data__resampled": True, "data__samples_per_epoch": 36}, [3, 6])])
+def test_measurements_may_be_counted_in_epochs_virtual_ones_too(tmp_path, data, settings, at):
+    run = changed(clip_run(tmp_path, data, steps=8, eval_every=1, eval_unit="epochs"), **settings)
+    train(run, on_eval=lambda state: {"step": state.step})
+    assert [row["eval_step"] for row in lines(run.folder) if "eval_step" in row] == at
 
 
 @pytest.mark.slow
