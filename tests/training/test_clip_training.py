@@ -26,6 +26,21 @@ def lines(folder):
     return [json.loads(line) for line in open(f"{folder}/metrics.jsonl")]
 
 
+@pytest.mark.parametrize(
+    ("contrastive", "model", "message"),
+    [
+        ({"kind": "siglip"}, {}, "needs model.init_logit_bias"),
+        ({"kind": "coca"}, {}, "has no caption decoder"),
+        ({}, {"name": "coca_ViT-B-32", "architecture": None}, "has a caption decoder .multimodal_cfg.: use kind 'coca'"),
+        ({"kind": "distill"}, {}, "needs the name of an open_clip model to learn from"),
+        ({"distill_from": "RN50"}, {}, "other kinds have no use for it"),
+    ],
+)
+def test_a_loss_that_does_not_suit_the_model_stops_before_anything_is_read(tmp_path, contrastive, model, message):
+    with pytest.raises(ConfigError, match=message):
+        train(clip_run(tmp_path, "/nowhere.tar", contrastive=contrastive, model=model))
+
+
 def test_a_run_on_shards_learns_and_logs_what_tells_its_health(tmp_path, data):
     run = clip_run(tmp_path, data, steps=12)
     result = train(run)
@@ -148,6 +163,8 @@ def test_a_branch_in_a_folder_of_its_own_is_resumed_by_the_same_command(tmp_path
     a, b = ([(row["step"], row["loss"]) for row in lines(run.folder)] for run in (whole, branch))
     assert a == b and [step for step, _ in a] == [3, 4, 5, 6] and a != [(row["step"], row["loss"]) for row in lines(first.folder)][2:]
     assert len(os.listdir(f"{first.folder}/checkpoints")) == 3
+    (entry,) = json.load(open(f"{branch.folder}/environment.json"))["history"]  # half an epoch in another order: begun anew
+    assert (entry["rows_read_again"], entry["rows_left_out"], entry["data"]["epoch"]) == (24, 0, 0)
     with pytest.raises(ConfigError, match="no checkpoint there or before"):
         train(clip_run(tmp_path, data, resume="step-1", **length))
 
