@@ -70,7 +70,8 @@ def test_gathering_without_gradient_stops_before_anything_is_read(tmp_path):
 
 
 def test_fp16_overflow_is_gone_back_from_and_the_run_ends_in_fp32_near_the_clean_one(tmp_path, data):
-    story = rehearse(clip_run(tmp_path, data, steps=16), at_step=9)
+    gently = {"lr": 3e-4, "warmup": 0, "schedule": "constant", "weight_decay": 0.1}  # the scaler skips the first two updates of fp16
+    story = rehearse(clip_run(tmp_path, data, steps=16, optimizer=gently), at_step=9)
     assert story.clean.reason == story.strained.reason == "done"
     assert [event["decision"]["cause"] for event in story.events] == ["non-finite loss"]
     decision = story.events[0]["decision"]
@@ -79,7 +80,7 @@ def test_fp16_overflow_is_gone_back_from_and_the_run_ends_in_fp32_near_the_clean
     assert any(row["not_finite"] for row in story.events[0]["activations"])
     rows = lines(f"{tmp_path}/runs/test/pretrain/default-strained")
     assert rows[-1]["step"] == 16 and all(isinstance(row["loss"], float) for row in rows[10:])
-    assert abs(story.gap) < 0.6
+    assert abs(story.gap) < 3 * story.noise
 
 
 def test_the_strained_layer_can_be_named_and_must_exist(tmp_path, data):
