@@ -296,7 +296,8 @@ def checked(kind: Any, values: dict[str, Any], source: str) -> Any:
         return kind(**values)
     except ValueError as error:
         problem = error.errors()[0]
-        raise ConfigError(f"{problem['loc'][0]} = {problem['input']!r} (from {source}): {problem['msg']}") from None
+        field = f"{problem['loc'][0]} = {problem['input']!r} (from {source})" if problem["loc"] else source  # no field where two do not fit
+        raise ConfigError(f"{field}: {problem['msg'].removeprefix('Value error, ')}") from None
 
 
 def _data_demo(options: argparse.Namespace) -> int:

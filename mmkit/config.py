@@ -283,7 +283,8 @@ class TrainConfig(Settings):
     checkpoint_blocks: bool = False  # recompute activations block by block
     loss_chunk: int = Field(0, ge=0)  # positions per lm_head call; 0 = all supervised positions at once
     log_every: int = Field(1, ge=1)
-    eval_every: int = Field(0, ge=0)  # steps between measurements of data.validation and evaluation.tasks; 0 = never
+    eval_every: int = Field(0, ge=0)  # steps (eval_unit) between measurements of data.validation and evaluation.tasks; 0 = never
+    eval_unit: Literal["steps", "epochs"] = "steps"  # an epoch is data.samples_per_epoch where that is set
     allow_no_grad: tuple[str, ...] = ()  # patterns of trainable tensors that may stay without a gradient
     contrastive: ContrastiveConfig = ContrastiveConfig()
     stability: StabilityConfig = StabilityConfig()

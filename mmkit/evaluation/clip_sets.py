@@ -183,7 +183,7 @@ def _result(name: str, towers: Towers, batch: int, share: Share) -> Result:
 
 def during_training(tokenizer: Callable, transforms: Sequence[Callable], names: Sequence[str] = (), batch: int = 64) -> Callable:
     """An ``on_eval`` of `training.loop.train` that scores tasks (the demo's without ``names``, else as `results_of`) every
-    ``train.eval_every`` steps, shared over processes.
+    ``train.eval_every`` steps or epochs, shared over processes.
 
     It calls the wrapped objective, so sharded weights are whole where they are used (U48).
     """

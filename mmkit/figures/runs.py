@@ -26,20 +26,23 @@ CONTROLS = {
 def curves(runs: str | Path | Mapping[str, str | Path], smooth: int = 0, name: str = "training") -> Drawn:
     """Loss (dots: of held-out data), gradient norm and learning rate over steps of one run folder, or of several by label.
 
-    ``smooth`` steps are averaged for the thick line (0 = a twentieth of the run). ConfigError where a folder has no metrics yet.
+    ``smooth`` steps are averaged for the thick line (0 = a twentieth of the run). Where a run's batch was changed, which numbers its
+    steps anew, all are drawn over samples instead. ConfigError where a folder has no metrics yet.
     """
     folders = runs if isinstance(runs, Mapping) else {"/".join(str(runs).split("/")[-3:-1]): runs}
     table = pd.concat([_metrics(label, folder) for label, folder in folders.items()], ignore_index=True)
+    renumbered = any(part["step"].diff().dropna().ne(1).any() for _, part in table.groupby("run"))
+    over = "total_samples" if renumbered else "step"
     figure, axes = blank(10.5, 3.4, columns=3)
     for axis, column, title in zip(axes, ("loss", "grad_norm", "lr"), ("loss", "gradient norm", "learning rate"), strict=True):
         for number, (label, part) in enumerate(table.groupby("run", sort=False)):
             window = smooth or max(len(part) // 20, 1)
             mean = part[column].rolling(window, min_periods=1, center=True).mean()
-            axis.plot(part["step"], part[column], color=f"C{number}", linewidth=0.6, alpha=0.35)
-            axis.plot(part["step"], mean, color=f"C{number}", linewidth=1.6, label=label)
+            axis.plot(part[over], part[column], color=f"C{number}", linewidth=0.6, alpha=0.35)
+            axis.plot(part[over], mean, color=f"C{number}", linewidth=1.6, label=label)
             if column == "loss" and (held_out := part[part[HELD_OUT].notna()] if HELD_OUT in part else part[:0]).size:
-                axis.plot(held_out["step"], held_out[HELD_OUT], "o", color=f"C{number}", markersize=4, label=f"{label}, held out")
-        axis.set(title=title, xlabel="step")
+                axis.plot(held_out[over], held_out[HELD_OUT], "o", color=f"C{number}", markersize=4, label=f"{label}, held out")
+        axis.set(title=title, xlabel="samples" if renumbered else "step")
         axis.grid(alpha=0.25)
     axes[0].legend(fontsize=8)
     return Drawn(name, figure, table, f"metrics.jsonl of {', '.join(map(str, folders.values()))}")
@@ -64,7 +67,7 @@ def _metrics(label: str, folder: str | Path) -> pd.DataFrame:
     records = read_metrics(folder)
     if not records:
         raise ConfigError(f"{folder} has no metrics.jsonl yet; train it first (notebooks 02_pretrain and 03_finetune, or mmkit train)")
-    keep = ["step", "loss", "grad_norm", "lr", "targets", "samples", "seconds"]
+    keep = ["step", "loss", "grad_norm", "lr", "targets", "samples", "total_samples", "seconds"]
     keep += [HELD_OUT] if any(HELD_OUT in record for record in records) else []
     rows = [{key: _number(record.get(key)) for key in keep} for record in records]
     return pd.DataFrame(rows).assign(run=label)

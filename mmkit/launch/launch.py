@@ -154,7 +154,7 @@ def _train_here(run: RunConfig, on_log: Callable[[Record], None] | None) -> bool
 
 
 def evaluation_of(run: RunConfig) -> Callable | None:
-    """What is measured every ``train.eval_every`` steps: a contrastive run's tasks, or those of the demo where it names none."""
+    """What is measured each ``train.eval_every`` steps or epochs: a contrastive run's tasks, or those of the demo where it names none."""
     if run.model.kind != "clip" or not run.train.eval_every:
         return None
     from mmkit.evaluation.clip_sets import check_metric, check_names, during_training

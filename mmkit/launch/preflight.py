@@ -58,13 +58,18 @@ class Preflight:
 def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     """Counts the model of ``run``, plans it, looks at its data, and raises TooLargeError where it cannot run here.
 
-    ConfigError for a schedule or best checkpoint that watches what is not measured, and for held-out data that are trained on.
+    ConfigError for a schedule or best checkpoint that watches what is not measured, for held-out data that are trained on, and for a
+    contrastive loss that does not suit the model.
     A dry run is never too large: it is meant for looking at a model on a machine that cannot hold it. Nothing is downloaded.
     """
+    from mmkit.models.clip import architecture_of
+    from mmkit.training.contrastive import check_model
     from mmkit.training.validation import check
 
     if run.stage != "eval":
         check(run, tasks=run.model.kind == "clip")
+    if run.stage != "eval" and run.model.kind == "clip":
+        check_model(run.train.contrastive, architecture_of(run.model))
     module = build_meta(run)
     plan = make_plan(run, count(run, module), machine or this_machine(run.devices))
     if not run.dry_run:

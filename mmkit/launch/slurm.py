@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mmkit.config import ConfigError, RunConfig, Settings, changed, to_yaml
 from mmkit.launch.launch import follow
@@ -44,6 +44,15 @@ class SlurmConfig(Settings):
     activate: str | None = None  # a file to source first, e.g. a virtual environment's bin/activate
     python: str = sys.executable
     environment: dict[str, str] = {}  # more variables for every task
+
+    @model_validator(mode="after")
+    def _one_gpu_a_task(self):
+        if self.gpus_per_node not in (0, self.tasks_per_node):
+            raise ValueError(
+                f"gpus_per_node {self.gpus_per_node} and tasks_per_node {self.tasks_per_node} differ, but a task is one process on one GPU; "
+                "give both the same number, or gpus_per_node 0 for CPUs"
+            )
+        return self
 
 
 @dataclass(frozen=True)

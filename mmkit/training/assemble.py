@@ -20,8 +20,7 @@ from torch import nn
 from mmkit.config import ClipConfig, ConfigError, RunConfig
 from mmkit.sharding.backend import Backend, create
 from mmkit.training.checkpoint import Checkpoints
-from mmkit.training.contrastive import ContrastiveObjective
-from mmkit.training.contrastive import check as check_contrastive
+from mmkit.training.contrastive import ContrastiveObjective, check_model
 from mmkit.training.feed import make_loaders
 from mmkit.training.loss import LanguageObjective
 from mmkit.training.optim import optimizer_factory
@@ -122,7 +121,9 @@ def check(run: RunConfig) -> None:
     if run.data.cache_features and "encoders" in run.train.trainable:
         raise ConfigError("data.cache_features keeps what frozen encoders give, but train.trainable has 'encoders'; turn one of them off")
     if run.model.kind == "clip":
-        check_contrastive(run.train.contrastive)
+        from mmkit.models.clip import architecture_of
+
+        check_model(run.train.contrastive, architecture_of(run.model))
     if not run.data.sources:
         raise ConfigError(f"data.sources of {run.preset!r} stage {run.stage!r} is empty; name at least one source")
     parent_export(run)

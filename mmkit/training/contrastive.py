@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,22 @@ from mmkit.sharding.exchange import exchange, from_process
 CAPTION_WEIGHT = 2.0  # of CoCa's caption loss beside a contrastive weight of 1 (CoCa section 4, open_clip's default)
 PAD_TOKEN = 0  # carries no caption loss
 MANY_DUPLICATES = 0.25  # share of repeated captions that is warned of
+
+
+def check_model(config: ContrastiveConfig, architecture: dict[str, Any]) -> None:
+    """Refuses what `check` does, and a loss that does not suit the model (``architecture``: its complete open_clip settings)."""
+    check(config)
+    captions = "multimodal_cfg" in architecture
+    if captions != (config.kind == "coca"):
+        has, choice = ("a", "kind 'coca'") if captions else ("no", "another kind or a CoCa model")
+        raise ConfigError(f"contrastive.kind {config.kind!r} with a model that has {has} caption decoder (multimodal_cfg): use {choice}")
+    if config.kind == "siglip" and architecture.get("init_logit_bias") is None:
+        raise ConfigError("contrastive.kind 'siglip' needs model.init_logit_bias (SigLIP starts at -10); it is not set")
+    if (config.kind == "distill") != (config.distill_from is not None):
+        raise ConfigError(
+            f"contrastive.kind {config.kind!r} with distill_from {config.distill_from!r}: kind 'distill' needs the name of an open_clip "
+            "model to learn from, other kinds have no use for it"
+        )
 
 
 def check(config: ContrastiveConfig) -> None:

@@ -128,10 +128,11 @@ def run_from(state: TrainState, hooks: Hooks, interrupt: Interrupt, rewind: Rewi
 def run_steps(state: TrainState, notes: Notes, interrupt: Interrupt) -> Decision:
     """Step after step until the end, an interrupt, or a decision of the guard to stop or rewind."""
     train, decision = state.run.train, Decision("continue", state.step)
+    eval_every = train.eval_every * (state.loader.steps_per_epoch if train.eval_unit == "epochs" else 1)
     while state.step < state.total_steps and decision.action not in ("stop", "rewind"):
         notes.pending.append(one_step(state))
         stop = state.backend.any_device(interrupt.asked)
-        evaluated = due(state.step, train.eval_every)
+        evaluated = due(state.step, eval_every)
         saving = save_due(state.step, train)
         if not (due(state.step, train.log_every) or evaluated or saving or stop or state.step == state.total_steps):
             continue

@@ -134,7 +134,11 @@ def went_on(values: dict, run: RunConfig) -> bool:
 def branch(state: TrainState, path: str, values: dict) -> None:
     """Records that training goes on from ``path``, and moves what came after it out of the way. All processes."""
     own = Store(path.rstrip("/").rpartition("/")[0] or ".").path() == state.checkpoints.store.path()
-    changes = {"data": {name: state.loader.state_dict()[name] for name in ("epoch", "rows", "seed")}, "step_there": values["step"]}
+    now = state.loader.state_dict()
+    changes = {"data": {name: now[name] for name in ("epoch", "rows", "seed")}, "step_there": values["step"]}
+    if any(now[name] != values["data"][name] for name in ("seed", "epoch", "window", "row")):  # begun at the nearest epoch
+        again = round(now["rows"] - now["epoch"] * state.loader.rows_per_epoch)
+        changes |= {"rows_read_again": max(again, 0), "rows_left_out": max(-again, 0)}
     state.history.append(asked_of(state.run) | {"from": path, "step": state.step, "samples": state.samples} | changes)
     log.warning("going on from %s at step %d of %d: %s", path, state.step, state.total_steps, state.history[-1])
     leave_behind(state, min(values["step"], state.step) if own else -1)

@@ -44,6 +44,17 @@ def test_the_loss_of_held_out_data_is_drawn_as_dots_where_it_was_measured(tmp_pa
     assert not any("held out" in line.get_label() for axis in drawn.figure.axes[1:] for line in axis.get_lines())
 
 
+def test_a_run_whose_batch_was_changed_is_drawn_over_samples(tmp_path):
+    folder = metrics(tmp_path / "a", [3.0, 2.5, 2.0, 1.0, 0.5])
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps, samples = [1, 2, 3, 4, 4], [12, 24, 36, 48, 64]  # step 4 of 12 pairs is step 3 of 16
+    rows = [row | {"step": step, "total_samples": count} for row, step, count in zip(rows, steps, samples, strict=True)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    axis = runs.curves(folder).figure.axes[0]
+    assert axis.get_xlabel() == "samples" and all(list(line.get_xdata()) == samples for line in axis.get_lines())
+    assert runs.curves(metrics(tmp_path / "b", [2, 1])).figure.axes[0].get_xlabel() == "step"
+
+
 def test_several_runs_share_one_picture(tmp_path):
     drawn = runs.curves({"a": metrics(tmp_path / "a", [2, 1]), "b": metrics(tmp_path / "b", [3, 2, 1])})
     assert drawn.table.groupby("run").size().to_dict() == {"a": 2, "b": 3}

@@ -55,6 +55,11 @@ def test_parts_that_do_not_fit_together_fail_in_a_dry_run(monkeypatch):
         preflight(run, LAPTOP)
 
 
+def test_a_contrastive_loss_that_does_not_suit_the_model_is_refused_in_a_dry_run_too():
+    with pytest.raises(ConfigError, match="needs model.init_logit_bias"):
+        preflight(load("clip-tiny", "pretrain", {"contrastive.kind": "siglip", "dry_run": True}))
+
+
 def test_missing_data_stops_a_run_and_is_a_row_of_a_dry_run(tmp_path):
     source = [{"name": "mine", "format": "llava", "path": str(tmp_path / "none.jsonl")}]
     run = load("8b-debug", "pretrain", {"data.sources": source})

@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from mmkit.cli import checked
 from mmkit.config import ConfigError, load
 from mmkit.launch import slurm
 from mmkit.launch.slurm import SlurmConfig
@@ -60,11 +61,15 @@ def test_values_cannot_break_out_of_their_line(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("values", "words"), [({"nodes": 0}, "nodes"), ({"time_limit": "a day"}, "time_limit"), ({"master_port": 80}, "master_port"), ({"node": 2}, "node")]
-)
+    ("values", "words"),
+    [
+        ({"nodes": 0}, "nodes = 0"), ({"time_limit": "a day"}, "time_limit = 'a day'"), ({"master_port": 80}, "master_port = 80"),
+        ({"node": 2}, "no option 'node'.*did you mean 'nodes'"), ({"gpus_per_node": 5}, "gpus_per_node 5 and tasks_per_node 4 differ"),
+    ],
+)  # fmt: skip
 def test_wrong_cluster_settings_are_refused(values, words):
-    with pytest.raises(ValueError, match=words):
-        SlurmConfig(**values)
+    with pytest.raises(ConfigError, match=words):
+        checked(SlurmConfig, values, "--option")
 
 
 def test_a_batch_that_does_not_divide_and_a_single_backend_are_refused(run, tmp_path):

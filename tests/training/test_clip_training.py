@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from mmkit.config import ConfigError
+from mmkit.config import ConfigError, changed
 from mmkit.training.loop import train
 from mmkit.training.rehearsal import layer_of, rehearse
 from tests.training.processes import run_processes
@@ -24,6 +24,21 @@ def data(tmp_path_factory):
 
 def lines(folder):
     return [json.loads(line) for line in open(f"{folder}/metrics.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("contrastive", "model", "message"),
+    [
+        ({"kind": "siglip"}, {}, "needs model.init_logit_bias"),
+        ({"kind": "coca"}, {}, "has no caption decoder"),
+        ({}, {"name": "coca_ViT-B-32", "architecture": None}, "has a caption decoder .multimodal_cfg.: use kind 'coca'"),
+        ({"kind": "distill"}, {}, "needs the name of an open_clip model to learn from"),
+        ({"distill_from": "RN50"}, {}, "other kinds have no use for it"),
+    ],
+)
+def test_a_loss_that_does_not_suit_the_model_stops_before_anything_is_read(tmp_path, contrastive, model, message):
+    with pytest.raises(ConfigError, match=message):
+        train(clip_run(tmp_path, "/nowhere.tar", contrastive=contrastive, model=model))
 
 
 def test_a_run_on_shards_learns_and_logs_what_tells_its_health(tmp_path, data):
@@ -149,6 +164,8 @@ def test_a_branch_in_a_folder_of_its_own_is_resumed_by_the_same_command(tmp_path
     a, b = ([(row["step"], row["loss"]) for row in lines(run.folder)] for run in (whole, branch))
     assert a == b and [step for step, _ in a] == [3, 4, 5, 6] and a != [(row["step"], row["loss"]) for row in lines(first.folder)][2:]
     assert len(os.listdir(f"{first.folder}/checkpoints")) == 3
+    (entry,) = json.load(open(f"{branch.folder}/environment.json"))["history"]  # half an epoch in another order: begun anew
+    assert (entry["rows_read_again"], entry["rows_left_out"], entry["data"]["epoch"]) == (24, 0, 0)
     with pytest.raises(ConfigError, match="no checkpoint there or before"):
         train(clip_run(tmp_path, data, resume="step-1", **length))
 
@@ -157,6 +174,13 @@ def test_checkpoints_are_written_every_so_many_samples(tmp_path, data):
     saved = []
     train(clip_run(tmp_path, data, steps=7, checkpoint={"save_samples": 30}), on_save=saved.append)
     assert saved == [3, 5, 7]  # 36, 60 and, at the end, 84 samples
+
+
+@pytest.mark.parametrize(("settings", "at"), [({}, [4, 8]), ({"data__resampled": True, "data__samples_per_epoch": 36}, [3, 6])])
+def test_measurements_may_be_counted_in_epochs_virtual_ones_too(tmp_path, data, settings, at):
+    run = changed(clip_run(tmp_path, data, steps=8, eval_every=1, eval_unit="epochs"), **settings)
+    train(run, on_eval=lambda state: {"step": state.step})
+    assert [row["eval_step"] for row in lines(run.folder) if "eval_step" in row] == at
 
 
 @pytest.mark.slow
