@@ -28,7 +28,7 @@ class SlurmConfig(Settings):
 
     nodes: int = Field(96, ge=1)
     tasks_per_node: int = Field(4, ge=1)  # one process a GPU
-    gpus_per_node: int = Field(4, ge=0)  # 0 = CPUs only
+    gpus_per_node: int | None = Field(None, ge=0)  # None = as many as tasks, 0 = CPUs only
     cpus_per_task: int = Field(6, ge=1)
     time_limit: str = Field("24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")
     partition: str | None = None
@@ -47,12 +47,17 @@ class SlurmConfig(Settings):
 
     @model_validator(mode="after")
     def _one_gpu_a_task(self):
-        if self.gpus_per_node not in (0, self.tasks_per_node):
+        if self.gpus not in (0, self.tasks_per_node):
             raise ValueError(
-                f"gpus_per_node {self.gpus_per_node} and tasks_per_node {self.tasks_per_node} differ, but a task is one process on one GPU; "
-                "give both the same number, or gpus_per_node 0 for CPUs"
+                f"gpus_per_node {self.gpus} and tasks_per_node {self.tasks_per_node} differ, but a task is one process on one GPU; "
+                "leave gpus_per_node out, or 0 for CPUs"
             )
         return self
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of a node."""
+        return self.tasks_per_node if self.gpus_per_node is None else self.gpus_per_node
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def render(cluster: SlurmConfig, config: Path, log: Path) -> str:
         "nodes": cluster.nodes,
         "ntasks-per-node": cluster.tasks_per_node,
         "cpus-per-task": cluster.cpus_per_task,
-        "gres": f"gpu:{cluster.gpus_per_node}" if cluster.gpus_per_node else None,
+        "gres": f"gpu:{cluster.gpus}" if cluster.gpus else None,
         "time": cluster.time_limit,
         "partition": cluster.partition,
         "account": cluster.account,
@@ -112,15 +117,15 @@ def _rendezvous(cluster: SlurmConfig) -> list[str]:
 
 def _exports(cluster: SlurmConfig) -> list[str]:
     values = {"OMP_NUM_THREADS": str(cluster.cpus_per_task), "PYTHONUNBUFFERED": "1"}
-    if cluster.gpus_per_node:  # an NCCL failure on one rank ends the others instead of leaving them waiting
-        devices = ",".join(map(str, range(cluster.gpus_per_node)))
+    if cluster.gpus:  # an NCCL failure on one rank ends the others instead of leaving them waiting
+        devices = ",".join(map(str, range(cluster.gpus)))
         values |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "CUDA_VISIBLE_DEVICES": devices}
     return [f"export {name}={shlex.quote(value)}" for name, value in (values | cluster.environment).items()]
 
 
 def _body(cluster: SlurmConfig, config: Path) -> list[str]:
     """Run the step in the background so that the shell can act on the signal, and requeue after training has saved."""
-    bind = " --accel-bind=gn" if cluster.gpus_per_node else ""
+    bind = " --accel-bind=gn" if cluster.gpus else ""
     train = f"{shlex.quote(cluster.python)} -u -m mmkit train --config {shlex.quote(str(config))}"
     return [
         "asked_to_stop=0",
