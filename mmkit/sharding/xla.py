@@ -47,7 +47,7 @@ class XlaBackend(HostTalk, SingleBackend):
     """All devices of a mesh as one; `rank` and `world` are hosts."""
 
     name = "xla"
-    _transfers = 0  # programs compiled to move tensors to the host
+    _transfers = 0  # programs compiled to move tensors to several hosts; on one host there are none
 
     def _connect(self) -> None:
         if self.precision not in MATMUL:
@@ -245,25 +245,38 @@ class XlaBackend(HostTalk, SingleBackend):
     # ------------------------------------------------------------ state
 
     def _full(self, tensor: Tensor) -> Tensor:
-        begun = self._programs()
-        whole = tensor.detach().cpu()  # gathers the parts of all devices; every host takes part
-        self._transfers += self._programs() - begun  # torch_xla compiles a small program for each transfer of a cut tensor
+        if self.world > 1:
+            begun = self._programs()
+            whole = tensor.detach().cpu()  # gathers the parts of all hosts, each of which takes part
+            self._transfers += self._programs() - begun  # torch_xla compiles a small program for every such gathering
+            return whole
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for shard in self._spmd.XLAShardedTensor(tensor.detach()).local_shards:
+            place = shard.indices if shard.indices is Ellipsis else tuple(shard.indices)
+            whole[place] = shard.data  # sizes divide (`axes`), so there is no padding
         return whole
 
     @torch.no_grad()
     def import_state(self, get: Callable[[str], Entry], step: int) -> None:
-        """See `Backend.import_state`."""
+        """See `Backend.import_state`; each tensor is cut on its way to the devices, so no program is compiled for it."""
         for name, p in self.trained().items():
             entry = get(name)
             check_shapes(name, entry, p)
-            targets = {"param": p.data}
+            p.data = self._placed(entry["param"], p)
             if self.optimizer:
-                targets |= {moment: self.optimizer.state[p][moment] for moment in MOMENTS}
-                self.optimizer.state[p]["step"].fill_(float(step))
-            for key, target in targets.items():
-                target.copy_(entry[key].to(self.device, target.dtype))
-                self._mark(target, self._axes[id(p)])
+                state = self.optimizer.state[p]
+                state["step"] = self._upload(torch.tensor(float(step), dtype=torch.float64))
+                for moment in MOMENTS:
+                    state[moment] = self._placed(entry[moment], p)
         self.sync()
+
+    def _placed(self, whole: Tensor, p: nn.Parameter) -> Tensor:
+        """A tensor of the host on the devices, in the type of ``p`` and cut as it is."""
+        return self._mark(whole.to(p.dtype).to(self.device), self._axes[id(p)])
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """See `Backend.load_extra_state`; the count goes up as data, or the next program would have one result more and be another."""
+        self.n_skipped = self._upload(torch.tensor(state.get("n_skipped", 0)))
 
     def rng_state(self) -> dict[str, Any]:
         """See `Backend.rng_state`."""

@@ -165,10 +165,9 @@ def test_moments_are_cut_where_the_stage_says_so(results):
 
 
 def test_xla_compiles_a_bounded_number_of_programs_and_none_on_resume(results):
-    assert results["vlm/xla"]["compiles"] <= 6  # micro-batch, the same with the last sum, update, report, the first save
+    assert results["vlm/xla"]["compiles"] <= 4  # micro-batch, update, report, the loss of a window
     assert results["short/xla"]["compiles"] <= 1
-    assert results["vlm/single -> xla"]["compiles"] <= 1
-    assert results["vlm/xla -> xla"]["compiles"] == 0
+    assert results["vlm/single -> xla"]["compiles"] == results["vlm/xla -> xla"]["compiles"] == 0
 
 
 def test_processes_exchange_tensors_with_gradients_and_objects(results):

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.sharding.launches import QUICK_COMPILES
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -21,7 +23,7 @@ def run_processes(script, arguments, world=1, xla_devices=None, timeout=240):
     """Standard output of every rank; AssertionError with the output of the first rank that fails."""
     common = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
     if xla_devices:
-        common |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(xla_devices)}
+        common |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(xla_devices), "XLA_FLAGS": QUICK_COMPILES}
     else:
         common |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
