@@ -40,9 +40,9 @@ class VlmAnswerer:
 
     def __call__(self, requests: Sequence[Example], decode: Decode = Decode()) -> list[str]:
         device = next(self.model.parameters()).device
-        tensors = {name: tensor.to(device) for name, tensor in self.tensors(requests).items()}
         stop = self.formatter.stop_ids
-        with autocast(device, self.precision):
+        with autocast(device, self.precision):  # the encoders too, as in training
+            tensors = {name: tensor.to(device) for name, tensor in self.tensors(requests).items()}
             rows = generate(self.model, tensors, decode.max_new_tokens, stop, Sampling(decode.temperature, decode.top_p))
         return [self.tokenizer.decode([token for token in row if token not in stop], skip_special_tokens=True).strip() for row in rows]
 

@@ -250,10 +250,11 @@ class XlaBackend(HostTalk, SingleBackend):
             whole = tensor.detach().cpu()  # gathers the parts of all hosts, each of which takes part
             self._transfers += self._programs() - begun  # torch_xla compiles a small program for every such gathering
             return whole
+        if "devices=" not in self._library._XLAC._get_xla_sharding_spec(tensor):
+            return tensor.detach().cpu()  # every device has it all, or nothing was said of it, as of a buffer no step has written
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         for shard in self._spmd.XLAShardedTensor(tensor.detach()).local_shards:
-            place = shard.indices if shard.indices is Ellipsis else tuple(shard.indices)
-            whole[place] = shard.data  # sizes divide (`axes`), so there is no padding
+            whole[tuple(shard.indices)] = shard.data  # sizes divide (`axes`), so there is no padding
         return whole
 
     @torch.no_grad()

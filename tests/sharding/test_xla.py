@@ -32,6 +32,7 @@ class Objective(nn.Module):
         torch.manual_seed(0)
         self.model = nn.ModuleDict({"blocks": nn.ModuleList(Block() for _ in range(2)), "frozen": nn.Linear(8, 8)})
         self.model["frozen"].requires_grad_(False)
+        self.model.register_buffer("idle", torch.arange(3.0))  # no step writes it
     def forward(self, x):
         x = self.model["frozen"](x)
         for block in self.model["blocks"]:
@@ -71,6 +72,8 @@ backend, model = prepared(devices, fsdp_axis={axis})
 names = (("blocks.0.up.weight", 16), ("blocks.0.up.base_layer.weight", 16), ("a.up.weight", 15))
 print("axes", *(backend.axes(name, (rows, 8)) for name, rows in names))
 print("cut", model.model["blocks"][0].up.weight.device, backend._library._XLAC._get_xla_sharding_spec(model.model["blocks"][0].up.weight))
+count = backend.compiles()
+print("idle", dict(backend.full_parameters())["idle"].tolist(), backend.compiles() - count)
 norms = [step(backend, model, 0), step(backend, model, 1)]
 count = backend.compiles()
 norms += [step(backend, model, i) for i in range(2, 6)]
@@ -99,7 +102,7 @@ def test_two_and_four_devices_give_the_norms_of_one_process_and_compile_nothing_
     for devices, axis in ((2, 1), (4, 2)):
         out = dict(line.split(" ", 1) for line in run(TRAIN.format(devices=devices, axis=axis)).splitlines() if " " in line)
         assert [float(n) for n in out["norms"].split()] == pytest.approx(wanted, rel=1e-5)
-        assert out["new"] == "programs 0"
+        assert out["new"] == "programs 0" and out["idle"] == "[0.0, 1.0, 2.0] 0"  # reading whole tensors compiles nothing
         assert out["skipped"] == "True 1 6 0" and out["unchanged"] == "True" and out["reached"] == "16 16"
         assert out["axes"] == "('fsdp', None) ('fsdp', None) " + ("('fsdp', None)" if axis == 1 else "(None, None)")
         assert out["rng"] == "['cpu', 'xla']"
