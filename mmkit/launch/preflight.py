@@ -66,10 +66,11 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     from mmkit.training.contrastive import check_model
     from mmkit.training.validation import check
 
+    contrastive = run.model.kind == "clip"
     if run.stage != "eval":
-        check(run, tasks=run.model.kind == "clip")
-    if run.stage != "eval" and run.model.kind == "clip":
-        check_model(run.train.contrastive, architecture_of(run.model))
+        check(run, tasks=contrastive)
+        if contrastive:
+            check_model(run.train.contrastive, architecture_of(run.model))
     module = build_meta(run)
     plan = make_plan(run, count(run, module), machine or this_machine(run.devices))
     if not run.dry_run:

@@ -85,7 +85,8 @@ def test_a_requeued_job_saves_and_resumes_to_the_same_curve(cluster, shards, unb
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, 200, f"no training: {job.log.read_text() if job.log.exists() else ''}")
     slurm.save_and_requeue(job, env=cluster.env)
     cluster.wait_for(job.id, ("PENDING",), 120)
-    cluster.run("scontrol", "update", f"JobId={job.id}", "StartTime=now")  # SLURM holds a requeued job back for two minutes
+    # SLURM holds a requeued job back for two minutes; a node refuses one that starts in the second in which it ended ("credential revoked")
+    cluster.run("scontrol", "update", f"JobId={job.id}", "StartTime=now+5")
     state = slurm.watch(job, env=cluster.env, every=0.5)
     log = job.log.read_text(encoding="utf8")
     assert state == "COMPLETED", log

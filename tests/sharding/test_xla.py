@@ -118,12 +118,17 @@ def test_windows_of_any_length_share_programs_and_bf16_passes_convolution_with_n
         "norms += [step(backend, model, 2, window=2), step(backend, model, 3, window=3)]\n"
         "assert all(0 < n < 100 for n in norms), norms\n"
         "print('new programs', backend.compiles() - count)\n"
-        "plain = backend.plain\n"
+        "import gc\n"
+        "live = lambda: sum(issubclass(type(x), torch.Tensor) and x.device.type == 'xla' for x in gc.get_objects())\n"
+        "plain, before = backend.plain, live()\n"
         "backend.clear()\n"
+        "print('live', before, live())\n"
         "print('on', {p.device.type for p in plain.parameters()}, backend.optimizer)\n"
         "again, model = prepared(2)\n"
         "print('again', step(again, model, 0) > 0)"
     )
+    before, after = map(int, out.split("live ")[1].split()[:2])
+    assert before > 60 and after < 5  # scalars are left: no weight, moment or gradient
     assert "new programs 0" in out and "on {'cpu'} None" in out and "again True" in out
 
 
