@@ -121,12 +121,14 @@ class TimmEncoder(Encoder):
     standard: tuple[list[float], list[float]] | None = None  # mean and deviation of each channel
 
     def forward(self, images: Tensor) -> Tensor:
-        """As every encoder; with ``standard`` each channel has about mean 0 and deviation 1 over usual pictures."""
-        tokens = super().forward(images)
+        """As every encoder; with ``standard`` each channel has about mean 0 and deviation 1 over usual pictures, in fp32 also under autocast."""
         if self.standard is None:
-            return tokens
-        mean, deviation = (tokens.new_tensor(values) for values in self.standard)
-        return (tokens - mean) / deviation
+            return super().forward(images)
+        # channels far from 0 are small differences of close numbers: half precision leaves noise of them
+        with torch.autocast("cpu" if images.is_meta else images.device.type, enabled=False):
+            tokens = super().forward(images).float()
+            mean, deviation = (tokens.new_tensor(values) for values in self.standard)
+            return (tokens - mean) / deviation
 
     def maps(self, images: Tensor) -> list[Tensor]:
         """Maps of the chosen stages, or the final one."""

@@ -43,6 +43,8 @@ def test_standardised_channels_are_shifted_and_scaled_by_the_measured_statistics
     with torch.no_grad():
         expected = (plain(images) - torch.tensor(mean)) / torch.tensor(deviation)
         assert torch.allclose(standard(images), expected, atol=1e-5)
+        with torch.autocast("cpu", torch.bfloat16):  # rounding would be as large as what tells pictures apart
+            assert torch.equal(standard(images), expected) and plain(images).dtype == torch.bfloat16
     assert isinstance(standard, TimmEncoder) and min(deviation) > 0
 
 
