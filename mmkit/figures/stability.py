@@ -18,12 +18,14 @@ SETTINGS = {  # enough for the debug twin to learn within 80 steps what it then 
 
 
 def stability_story(run: RunConfig, steps: int) -> Drawn | None:
-    """Rehearses the story in ``run.root`` with three runs of up to ``steps`` steps of ViT-L/14's debug twin, strained after three fifths
-    of them; the picture of it. None for 0 steps."""
+    """Rehearses the story in ``run.root`` with three runs of up to ``steps`` steps, strained after three fifths of them; the picture of it.
+    They are of the preset of ``run`` where it is a contrastive one, else of ViT-L/14's debug twin. None for 0 steps."""
     if not steps:
         return None
-    twin = load(PRESET, "pretrain", SETTINGS | {"root": run.root, "name": "story", "seed": run.seed, "train.steps": steps})
-    return drawn(rehearse(twin, at_step=3 * steps // 5, gain=GAIN, layer=LAYER, clipped=CLIPPED))
+    own = run.model.kind == "clip"
+    preset, layer, settings = (run.preset, "", {"train.stability.threshold": 6}) if own else (PRESET, LAYER, SETTINGS)
+    told = load(preset, "pretrain", settings | {"root": run.root, "name": "story", "seed": run.seed, "train.steps": steps})
+    return drawn(rehearse(told, at_step=3 * steps // 5, gain=GAIN, layer=layer, clipped=CLIPPED))
 
 
 def drawn(story: Rehearsal) -> Drawn:

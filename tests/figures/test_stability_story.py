@@ -37,3 +37,12 @@ def test_the_story_is_left_out_at_zero_steps_and_its_settings_are_settings(tmp_p
     assert stability_story(run, 0) is None and not any(tmp_path.iterdir())
     twin = load(PRESET, "pretrain", SETTINGS | {"train.steps": 80})
     assert twin.train.steps == 80 > 48 + CLIPPED and twin.accumulation == 1
+
+
+def test_a_contrastive_model_tells_the_story_itself(tmp_path, monkeypatch):
+    told = {}
+    monkeypatch.setattr("mmkit.figures.stability.rehearse", lambda run, **how: told.update(run=run, **how))
+    monkeypatch.setattr("mmkit.figures.stability.drawn", lambda story: "drawn")
+    for model, preset, layer in (("clip-tiny", "clip-tiny", ""), ("8b-debug", PRESET, LAYER)):
+        assert stability_story(load(model, "finetune", {"root": str(tmp_path)}), 60) == "drawn"
+        assert (told["run"].preset, told["run"].train.steps, told["layer"], told["at_step"]) == (preset, 60, layer, 36)

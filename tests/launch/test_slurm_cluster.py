@@ -32,7 +32,7 @@ def overrides(shards: Path, root: Path, **more) -> dict:
     source = {"name": "pairs", "format": "webdataset", "path": f"{shards}/{{00000..00003}}.tar"}
     return {
         "data.sources": [source], "data.samples_per_epoch": 64, "steps": STEPS, "global_batch": 8, "device_batch": 4, "save_every": 4,
-        "keep_last": 20, "backend.kind": "torch", "backend.processes": 2, "root": str(root), **more,
+        "keep_last": 20, "data.cache_features": False, "backend.kind": "torch", "backend.processes": 2, "root": str(root), **more,
     }  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def wait_until(check, seconds: float, what: str) -> None:
 def unbroken(shards, tmp_path_factory) -> dict[int, float]:
     """Losses of the same run on two processes of this machine, never interrupted."""
     folder = tmp_path_factory.mktemp("unbroken")
-    run = load("clip-vit-l-14-debug", "pretrain", overrides(shards, folder / "runs", **{"backend.nodes": 1}))
+    run = load("clip-tiny", "pretrain", overrides(shards, folder / "runs", **{"backend.nodes": 1}))
     config = folder / "config.yaml"
     config.write_text(to_yaml(run), encoding="utf8")
     command = [sys.executable, "-m", "mmkit", "train", "--config", str(config)]
@@ -79,7 +79,7 @@ def unbroken(shards, tmp_path_factory) -> dict[int, float]:
 
 
 def test_a_requeued_job_saves_and_resumes_to_the_same_curve(cluster, shards, unbroken, tmp_path):
-    run = load("clip-vit-l-14-debug", "pretrain", overrides(shards, tmp_path / "runs"))
+    run = load("clip-tiny", "pretrain", overrides(shards, tmp_path / "runs"))
     job = slurm.submit(run, CLUSTER, tmp_path / "job", env=cluster.env)
     metrics = Path(run.folder) / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, 200, f"no training: {job.log.read_text() if job.log.exists() else ''}")
@@ -97,7 +97,7 @@ def test_a_requeued_job_saves_and_resumes_to_the_same_curve(cluster, shards, unb
 
 
 def test_a_lost_master_ends_the_job_with_a_message(cluster, shards, tmp_path):
-    run = load("clip-vit-l-14-debug", "pretrain", overrides(shards, tmp_path / "runs", steps=100_000))
+    run = load("clip-tiny", "pretrain", overrides(shards, tmp_path / "runs", steps=100_000))
     job = slurm.submit(run, CLUSTER, tmp_path / "job", env=cluster.env)
     metrics = Path(run.folder) / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, 200, f"no training: {job.log.read_text() if job.log.exists() else ''}")
@@ -110,13 +110,13 @@ def test_a_lost_master_ends_the_job_with_a_message(cluster, shards, tmp_path):
 
 
 def test_a_job_is_cancelled(cluster, shards, tmp_path):
-    run = load("clip-vit-l-14-debug", "pretrain", overrides(shards, tmp_path / "runs"))
+    run = load("clip-tiny", "pretrain", overrides(shards, tmp_path / "runs"))
     job = slurm.submit(run, CLUSTER, tmp_path / "job", env=cluster.env)
     slurm.cancel(job, env=cluster.env)
     assert cluster.wait_for(job.id, ("CANCELLED",), 60) == "CANCELLED"
 
 
 def test_a_partition_that_does_not_exist_is_refused_by_sbatch(cluster, shards, tmp_path):
-    run = load("clip-vit-l-14-debug", "pretrain", overrides(shards, tmp_path / "runs"))
+    run = load("clip-tiny", "pretrain", overrides(shards, tmp_path / "runs"))
     with pytest.raises(ValueError, match="invalid partition"):
         slurm.submit(run, CLUSTER.model_copy(update={"partition": "gpus"}), tmp_path / "job", env=cluster.env)
