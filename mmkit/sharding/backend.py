@@ -188,8 +188,8 @@ class Backend(abc.ABC):
         """Most bytes in use on this process's device so far; 0 where the device does not report it."""
         return 0
 
-    def clear(self) -> None:
-        """Free device memory and compile caches; the prepared module is unusable afterwards."""
+    def clear(self, keep_programs: bool = False) -> None:
+        """Free device memory and, unless ``keep_programs``, what was compiled; the prepared module is unusable afterwards."""
 
     def close(self) -> None:
         """Leave the process group."""

@@ -229,10 +229,10 @@ class DeepSpeedBackend(Processes, SingleBackend):
             self._loss_scaler.cur_iter = state["scaler"]["good_steps"]
             self.optimizer.override_loss_scale(self._loss_scaler.cur_scale)
 
-    def clear(self) -> None:
+    def clear(self, keep_programs: bool = False) -> None:
         """See `Backend.clear`."""
         if engine := getattr(self, "engine", None):
             engine.destroy()
             self.engine = None
-        super().clear()
+        super().clear(keep_programs)
 

@@ -240,7 +240,7 @@ class SingleBackend(Backend):
         """See `Backend.peak_memory`."""
         return self.machine.peak_memory(self.device)
 
-    def clear(self) -> None:
+    def clear(self, keep_programs: bool = False) -> None:
         """See `Backend.clear`; the plain module keeps its weights and gets its own forwards back."""
         for module in self._overridden:
             module.__dict__.pop("forward", None)

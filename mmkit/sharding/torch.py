@@ -110,9 +110,9 @@ class CutBackend(Processes, SingleBackend):
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    def clear(self) -> None:
+    def clear(self, keep_programs: bool = False) -> None:
         """See `Backend.clear`; a cut module stays cut."""
-        super().clear()
+        super().clear(keep_programs)
         self.plain = nn.Identity()
 
 

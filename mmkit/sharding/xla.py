@@ -34,6 +34,8 @@ from mmkit.sharding.single import SingleBackend, check_shapes
 log = logging.getLogger(__name__)
 AXES = ("data", "fsdp")
 SMALLEST_RATE = 1e-30  # AdamW with its step on the device divides by the rate: 0, as at the start of a warm-up, would give NaN
+CACHE_SIZE, DEFAULT_CACHE_SIZE = "XLA_COMPILATION_CACHE_SIZE", 2048  # programs torch_xla keeps, and how many where it is not told
+PROGRAMS = 256  # many times what a run needs, few enough to push out
 MATMUL = {"fp32": "highest", "tf32": "high", "bf16": "default"}
 
 
@@ -47,7 +49,6 @@ class XlaBackend(HostTalk, SingleBackend):
     """All devices of a mesh as one; `rank` and `world` are hosts."""
 
     name = "xla"
-    _transfers = 0  # programs compiled to move tensors to several hosts; on one host there are none
 
     def _connect(self) -> None:
         if self.precision not in MATMUL:
@@ -246,10 +247,7 @@ class XlaBackend(HostTalk, SingleBackend):
 
     def _full(self, tensor: Tensor) -> Tensor:
         if self.world > 1:
-            begun = self._programs()
-            whole = tensor.detach().cpu()  # gathers the parts of all hosts, each of which takes part
-            self._transfers += self._programs() - begun  # torch_xla compiles a small program for every such gathering
-            return whole
+            return tensor.detach().cpu()  # a program of its own gathers the parts of all hosts, each of which takes part
         if "devices=" not in self._library._XLAC._get_xla_sharding_spec(tensor):
             return tensor.detach().cpu()  # every device has it all, or nothing was said of it, as of a buffer no step has written
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -297,10 +295,7 @@ class XlaBackend(HostTalk, SingleBackend):
     # ------------------------------------------------------------ resources
 
     def compiles(self) -> int:
-        """See `Backend.compiles`; programs of training, without those that only move a saved tensor to the host."""
-        return self._programs() - self._transfers
-
-    def _programs(self) -> int:
+        """See `Backend.compiles`."""
         from torch_xla.debug import metrics
 
         data = metrics.metric_data("CompileTime")
@@ -315,23 +310,26 @@ class XlaBackend(HostTalk, SingleBackend):
         except RuntimeError:
             return 0
 
-    def clear(self) -> None:
-        """See `Backend.clear`: parameters go back to the host, buffers of the device and the compile cache on disk go away.
-
-        torch_xla 2.9 keeps compiled programs of the process in memory until it ends; later versions let us drop them too.
-        """
+    def clear(self, keep_programs: bool = False) -> None:
+        """See `Backend.clear`: parameters go back to the host, buffers and programs of the device and the cache on disk go away."""
         self.optimizer = None
-        self.plain.to("cpu")
-        super().clear()
+        self.plain._apply(self._full)
+        super().clear(keep_programs)
         gc.collect()
         self.sync()
         self._library._XLAC._clear_pending_irs(str(self.device))
-        drop_programs = getattr(self._runtime, "clear_computation_cache", None)
-        if drop_programs:
-            drop_programs()
-        folder = os.environ.get("XLA_PERSISTENT_CACHE_PATH")
-        if folder:
+        if keep_programs:
+            return
+        self._drop_programs()
+        if folder := os.environ.get("XLA_PERSISTENT_CACHE_PATH"):
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _drop_programs(self) -> None:
+        """torch_xla 2.9 has no call for it (pytorch/xla#9712): as many small programs as its cache holds push out all others, the least
+        recently used first."""
+        for length in range(1, int(os.environ.get(CACHE_SIZE, DEFAULT_CACHE_SIZE)) + 1):
+            small = torch.zeros(length, device=self.device).neg()
+            self.sync()  # what nobody holds would not be computed
 
 
 class AttentionCasts(TorchFunctionMode):
@@ -371,6 +369,8 @@ def _set_runtime(config: BackendConfig) -> None:
         )
     os.environ.update({name: value for name, value in wanted.items() if not loaded})
     os.environ.setdefault("PJRT_DEVICE", "TPU")
+    if not loaded:
+        os.environ.setdefault(CACHE_SIZE, str(PROGRAMS))
     import torch_xla
     from torch_xla import runtime
 

@@ -93,7 +93,7 @@ def train(
             rewind, target = outcome, state.checkpoints.at_or_before(outcome.decision.rewind_to)
             changes = {"train__precision": rewind.decision.precision} if rewind.decision.precision else {}
             run = changed(run, resume=target or "never", **changes)
-            state.backend.clear()
+            state.backend.clear(keep_programs=True)
 
 
 def run_from(state: TrainState, hooks: Hooks, interrupt: Interrupt, rewind: Rewind | None) -> TrainResult | Rewind:

@@ -115,7 +115,9 @@ def save(state: TrainState, notes: Notes) -> None:
     numbers = {name: value for name, value in notes.last.items() if isinstance(value, float)}
     if notes.metrics:
         notes.metrics.flush()
-    if save_checkpoint(state, numbers):
+    written = save_checkpoint(state, numbers)
+    notes.last = notes.last | {"compiles": state.backend.compiles()}  # programs that gather from several hosts are no surprise in the next step
+    if written:
         notes.saved = state.step
         if notes.hooks.on_save and state.backend.is_main:
             notes.hooks.on_save(state.step)

@@ -124,12 +124,22 @@ def test_windows_of_any_length_share_programs_and_bf16_passes_convolution_with_n
         "backend.clear()\n"
         "print('live', before, live())\n"
         "print('on', {p.device.type for p in plain.parameters()}, backend.optimizer)\n"
-        "again, model = prepared(2)\n"
-        "print('again', step(again, model, 0) > 0)"
+        "for keep in (True, False):\n"
+        "    again, model = prepared(2)\n"
+        "    begun = again.compiles()\n"
+        "    assert step(again, model, 0) > 0\n"
+        "    print('needed', again.compiles() - begun)\n"
+        "    again.clear(keep_programs=keep)\n"
+        "last, model = prepared(2)\n"
+        "begun = last.compiles()\n"
+        "step(last, model, 0)\n"
+        "print('needed', last.compiles() - begun)"
     )
     before, after = map(int, out.split("live ")[1].split()[:2])
     assert before > 60 and after < 5  # scalars are left: no weight, moment or gradient
-    assert "new programs 0" in out and "on {'cpu'} None" in out and "again True" in out
+    assert "new programs 0" in out and "on {'cpu'} None" in out
+    first, kept, dropped = (int(line.split()[1]) for line in out.splitlines() if line.startswith("needed"))
+    assert kept == 0 < first == dropped
 
 
 def test_late_mode_switches_are_clear_errors():

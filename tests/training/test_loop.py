@@ -389,3 +389,22 @@ def test_a_terminated_process_saves_and_ends_with_exit_code_0(tmp_path):
         child.kill()
     assert "goes on from there" in line
     assert steps_of(run)[-1] == lines(run)[-1]["step"] >= 2
+
+
+def test_a_new_program_after_warm_up_is_told_but_not_one_of_a_save(tmp_path, monkeypatch, caplog):
+    """A device that compiles with its first step, with its fifth, and (several hosts gathering a checkpoint) while it saves after step 3."""
+    compiled = []
+    monkeypatch.setattr("mmkit.sharding.single.SingleBackend.compiles", lambda self: len(compiled))
+    monkeypatch.setattr("mmkit.training.notes.save_checkpoint", lambda *_: compiled.append("gather") or True)
+    step = loop.one_step
+
+    def compiling(state):
+        compiled.extend(["step"] * (state.step in (0, 4)))
+        return step(state)
+
+    monkeypatch.setattr(loop, "one_step", compiling)
+    run = tiny_run(tmp_path, steps=6, checkpoint={"save_every": 3})
+    train(run)
+    assert [row["compiles"] for row in lines(run)] == [1, 1, 1, 2, 3, 3]
+    told = [record.getMessage() for record in caplog.records if "compiled again" in record.getMessage()]
+    assert told == ["step 5: the device compiled again (3 programs): a batch had a new shape"]
