@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -100,7 +100,7 @@ class Mixture:
     @property
     def fingerprint(self) -> str:
         """A short hash that changes when names, sizes or shares change: a saved position belongs to one fingerprint."""
-        facts = [(c.name, len(s), w, str(getattr(s, "fingerprint", ""))) for c, s, w in zip(self.configs, self.sources, self.wanted, strict=True)]
+        facts = [(c.name, len(s), w, c.cap, str(getattr(s, "fingerprint", ""))) for c, s, w in zip(self.configs, self.sources, self.wanted, strict=True)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def order(self, seed: int, epoch: int, *, train: bool = True, by_image: bool = False, megabatch: int = 0) -> Order:
@@ -138,23 +138,26 @@ class Mixture:
 
     def summary(self) -> str:
         """One line: unique samples, samples of an epoch, how often they repeat (user report U18)."""
-        unique = sum(min(row["wanted"], row["samples"]) for row in self.lines())
+        unique = sum(min(row["wanted"], row["samples"], config.cap or row["samples"]) for row, config in zip(self.lines(), self.configs, strict=True))
         most = max(self.lines(), key=lambda row: row["repeats"])
         repeats = f"with repeats (up to {most['repeats']:.2f} x, {most['source']})" if most["repeats"] > 1 else "each at most once"
         return f"{len(self):,} samples in {len(self.sources)} sources; an epoch is {self.samples_per_epoch:,} samples, {unique:,} different, {repeats}"
 
     def _pick(self, number: int, seed: int, epoch: int, train: bool, by_image: bool) -> Order:
         """Units of one source for one epoch, shuffled in training, numbered within the source."""
-        n, wanted = len(self.sources[number]), self.wanted[number]
+        source, wanted = self.sources[number], self.wanted[number]
+        n, draw_order = len(source), getattr(source, "draw_order", None) if train and not by_image else None
         members, sizes = self._units(number) if by_image else (np.arange(n), np.ones(n, dtype=np.int64))
-        starts = np.concatenate([[0], np.cumsum(sizes)])
         pool = min(n, self.configs[number].cap or n)
+        capped = pool < n and not getattr(source, "resampled", False)  # drawing with replacement there is no part to keep to
+        if capped:
+            members, sizes = _capped(members, sizes, pool, np.random.default_rng([seed, number]) if train else None, draw_order)
+        starts = np.concatenate([[0], np.cumsum(sizes)])
         chosen: list[np.ndarray] = []
         rng, count = np.random.default_rng([seed, epoch, number]), 0
-        draw_order = getattr(self.sources[number], "draw_order", None) if train and not by_image else None
         while count < wanted:
             if draw_order:
-                units = draw_order(rng, min(pool, wanted - count))
+                units = _places(draw_order(rng, n), members) if capped else draw_order(rng, min(pool, wanted - count))
             else:
                 units = rng.permutation(len(sizes)) if train else np.arange(len(sizes))
             until = np.searchsorted(np.cumsum(sizes[units]), min(pool, wanted - count)) + 1
@@ -247,6 +250,28 @@ def iterate(mixture: Mixture, order: Order) -> Iterator[int]:
     """Global example numbers of an epoch in order."""
     for unit in range(len(order)):
         yield from order.unit(unit).tolist()
+
+
+def _capped(
+    members: np.ndarray, sizes: np.ndarray, cap: int, rng: np.random.Generator | None, draw_order: Callable | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The part of a source that a cap leaves, the same in every epoch: ``cap`` members in whole units but for the last. Without ``rng``
+    it is the beginning."""
+    if draw_order:
+        kept = np.sort(draw_order(rng, cap))
+        return kept, np.ones(len(kept), dtype=np.int64)
+    starts = np.cumsum(sizes) - sizes
+    units = rng.permutation(len(sizes)) if rng else np.arange(len(sizes))
+    units = units[: np.searchsorted(np.cumsum(sizes[units]), cap) + 1]
+    cut = sizes[units]
+    cut[-1] -= cut.sum() - cap
+    return members[_ranges(starts[units], cut)], cut
+
+
+def _places(drawn: np.ndarray, members: np.ndarray) -> np.ndarray:
+    """Where in ``members`` (ascending) those of ``drawn`` stand that are among them."""
+    places = np.minimum(np.searchsorted(members, drawn), len(members) - 1)
+    return places[members[places] == drawn]
 
 
 def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:

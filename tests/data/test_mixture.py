@@ -66,6 +66,23 @@ def test_cap_takes_a_random_part_and_lines_report_it():
     assert mix.lines()[0] == {"source": "a", "category": "vqa", "samples": 1000, "wanted": 40, "share": 0.4, "repeats": 1.0}
 
 
+class Tarred(Made):
+    """A source with an order of its own, as tar shards have."""
+
+    def draw_order(self, rng, wanted):
+        return rng.permutation(self.n)[:wanted]
+
+
+@pytest.mark.parametrize("kind, by_image", [(Made, False), (Made, True), (Tarred, False)])
+def test_a_capped_source_shows_no_other_samples_however_often_it_is_seen(kind, by_image):
+    mix = mixture(("a", kind("a", 1000, 7), {"cap": 100, "weight": 0.9}), ("b", Made("b", 4000), {}), samples_per_epoch=3000)
+    seen = [np.bincount([i for i in iterate(mix, mix.order(5, epoch, by_image=by_image)) if i < 1000], minlength=1000) for epoch in (0, 1)]
+    assert all(counts.sum() == 2700 and set(counts) == {0, 27} for counts in seen)
+    assert (seen[0] == seen[1]).all() and seen[0][100:].any()  # the same in every epoch, and not the beginning
+    assert "400 different, with repeats (up to 27.00 x, a)" in mix.summary()
+    assert mix.fingerprint != mixture(("a", kind("a", 1000, 7), {"cap": 200, "weight": 0.9}), ("b", Made("b", 4000), {}), samples_per_epoch=3000).fingerprint
+
+
 def test_a_multiple_repeats_a_source_whole_and_adds_a_part_drawn_anew_each_epoch():
     mix = mixture(("thrice", Made("thrice", 20), {"multiple": 3}), ("part", Made("part", 50), {"multiple": 0.2}), ("mixed", Made("mixed", 10), {"multiple": 1.5}))
     epochs = [np.bincount(list(iterate(mix, mix.order(0, epoch))), minlength=80) for epoch in (0, 1)]
