@@ -27,7 +27,7 @@ from mmkit.data.planning import ConversationPlan, ExamplePlan
 from mmkit.data.stream import ShardLog, ShardSet, StreamBuilder, StreamPlan, streamed
 
 log = logging.getLogger(__name__)
-STATE_VERSION = 1
+STATE_VERSION = 2  # 1 did not say which rows it counted
 
 
 def loader(
@@ -145,11 +145,15 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch handed out, for any number of workers and processes."""
-        return {"version": STATE_VERSION, "seed": self.plan.seed, "fingerprint": self.plan.mixture.fingerprint, **self._position}
+        return {**self._belongs(), **self._position}
+
+    def _belongs(self) -> dict[str, Any]:
+        """What a position belongs to: other data, another seed or other rows have other positions."""
+        return {"version": STATE_VERSION, "seed": self.plan.seed, "fingerprint": self.plan.mixture.fingerprint, "rows_of": self.plan.settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state``; ValueError where it belongs to other data, another seed or another version."""
-        for name, mine in (("version", STATE_VERSION), ("seed", self.plan.seed), ("fingerprint", self.plan.mixture.fingerprint)):
+        """Continues from ``state``; ValueError where it belongs to other data, other rows, another seed or another version."""
+        for name, mine in self._belongs().items():
             if state.get(name) != mine:
                 raise ValueError(
                     f"the saved data position has {name} {state.get(name)!r}, this run has {mine!r}; "

@@ -31,6 +31,7 @@ class ExamplePlan:
     def __init__(self, mixture: Mixture, *, seed: int, train: bool, by_image: bool = False, megabatch: int = 0):
         self.mixture, self.seed, self.train = mixture, seed, train
         self.by_image, self.megabatch = by_image, megabatch
+        self.settings: dict[str, int] = {"share_image": int(by_image), "group_by_length": megabatch}  # what a position in the rows depends on
         self.problems: list[Problem] = []  # of planning, since last taken
         self.examined = 0  # examples planned, since last taken
         self._order: tuple[int, Order] | None = None
@@ -98,6 +99,7 @@ class ConversationPlan(ExamplePlan):
         super().__init__(mixture, seed=seed, train=train, by_image=data.share_image, megabatch=group)
         self.formatter, self.pack, self.slots = formatter, data.pack, Slots.of(model)
         self.limits = Limits(data.max_length, data.max_images, data.max_regions)
+        self.settings |= {name: int(getattr(data, name)) for name in ("pack", "max_length", "max_images", "max_regions")}
         self.buckets = row_buckets(data)
         self.has_regions = model.regions is not None
         if self.has_regions and not data.max_regions:

@@ -172,6 +172,7 @@ class StreamPlan:
     """
 
     train = True
+    settings: dict[str, int] = {}  # a position in samples depends on nothing else
 
     def __init__(self, mixture: ShardSet, *, seed: int, world: int, workers: int):
         self.mixture, self.seed, self.workers = mixture, seed, max(workers, 1)

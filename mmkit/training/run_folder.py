@@ -24,8 +24,9 @@ from mmkit.storage import Store
 
 log = logging.getLogger(__name__)
 
-MUST_AGREE = ("model", "seed", "train.trainable", "train.lora", "train.bits", "train.global_batch", "train.optimizer.kind")
-MAY_BRANCH = ("seed", "train.global_batch")  # may be changed where the user names the checkpoint to go on from
+ROWS = tuple(f"data.{name}" for name in ("max_length", "max_images", "max_regions", "pack", "share_image", "group_by_length"))
+MAY_BRANCH = ("seed", "train.global_batch", *ROWS)  # may be changed where the user names the checkpoint to go on from
+MUST_AGREE = ("model", "train.trainable", "train.lora", "train.bits", "train.optimizer.kind", *MAY_BRANCH)
 PLACE = re.compile(r"(step|epoch)-(\d+)")
 
 
@@ -71,7 +72,8 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
     """Takes over weights, moments, data position, random states and schedule of the checkpoint at ``path``. All processes.
 
     ``keep_data_position``: a loader state to go on from instead of the checkpoint's (after a rewind). ``path`` may be DeepSpeed's.
-    With another batch the share of training done stays (see `step_after`), with another seed the data goes on from the nearest epoch.
+    With another batch the share of training done stays (see `step_after`), with another seed or other rows the data goes on from the
+    nearest epoch.
     """
     if is_foreign(path):
         restore_foreign(state, path)
@@ -101,12 +103,12 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
 
 
 def data_position(state: TrainState, values: dict) -> dict:
-    """The saved position; the nearest beginning of an epoch where the order is another now (seed, or groups as large as the batch)."""
-    saved, run = values["data"], state.run
-    regrouped = run.data.group_by_length and batch_of(values, run) != run.train.global_batch
-    if saved["seed"] == run.seed and not regrouped:
+    """The saved position; the nearest beginning of an epoch where the order is another now (seed, or settings that rows are made by)."""
+    saved, now = values["data"], state.loader.state_dict()
+    changed = {name: now[name] for name in ("seed", "rows_of") if saved.get(name) != now[name]}
+    if not changed:
         return saved
-    return saved | {"seed": run.seed, "epoch": round(saved["rows"] / state.loader.rows_per_epoch), "window": 0, "row": 0}
+    return saved | changed | {"epoch": round(saved["samples"] / state.loader.samples_per_epoch), "window": 0, "row": 0}
 
 
 def batch_of(values: dict, run: RunConfig) -> int:
@@ -137,8 +139,8 @@ def branch(state: TrainState, path: str, values: dict) -> None:
     now = state.loader.state_dict()
     changes = {"data": {name: now[name] for name in ("epoch", "rows", "seed")}, "step_there": values["step"]}
     if any(now[name] != values["data"][name] for name in ("seed", "epoch", "window", "row")):  # begun at the nearest epoch
-        again = round(now["rows"] - now["epoch"] * state.loader.rows_per_epoch)
-        changes |= {"rows_read_again": max(again, 0), "rows_left_out": max(-again, 0)}
+        again = round(now["samples"] - now["epoch"] * state.loader.samples_per_epoch)
+        changes |= {"samples_read_again": max(again, 0), "samples_left_out": max(-again, 0)}
     state.history.append(asked_of(state.run) | {"from": path, "step": state.step, "samples": state.samples} | changes)
     log.warning("going on from %s at step %d of %d: %s", path, state.step, state.total_steps, state.history[-1])
     leave_behind(state, min(values["step"], state.step) if own else -1)
@@ -175,8 +177,8 @@ def checkpoint_at(state: TrainState, place: str) -> str:
     if kind == "step":
         found = [step for step in found if step <= int(number)]
     elif found:
-        rows = {step: Checkpoint(path(folder_name(step))).state["data"]["rows"] for step in found}
-        found = [min(found, key=lambda step: abs(rows[step] - int(number) * state.loader.rows_per_epoch))]
+        samples = {step: Checkpoint(path(folder_name(step))).state["data"]["samples"] for step in found}
+        found = [min(found, key=lambda step: abs(samples[step] - int(number) * state.loader.samples_per_epoch))]
     if not found:
         raise ConfigError(f"resume = {place!r}: {path()} has no checkpoint there or before; name one that is kept, or give its path")
     return path(folder_name(found[-1]))

@@ -173,6 +173,9 @@ def test_state_of_other_data_is_refused():
         make(examples(11), state=state)
     with pytest.raises(ValueError, match="seed 0, this run has 5"):
         make(examples(10), state=state, seed=5)
+    for change in ({"pack": True}, {"max_length": 48}, {"share_image": True}, {"max_images": 3}, {"group_by_length": True}):
+        with pytest.raises(ValueError, match="rows_of"):
+            make(examples(10), {"max_length": 64, "max_images": 2} | change, state=make(examples(10), {"max_length": 64, "max_images": 2}).state_dict())
 
 
 # ---------------------------------------------------------------- what a row holds

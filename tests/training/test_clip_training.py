@@ -165,7 +165,7 @@ def test_a_branch_in_a_folder_of_its_own_is_resumed_by_the_same_command(tmp_path
     assert a == b and [step for step, _ in a] == [3, 4, 5, 6] and a != [(row["step"], row["loss"]) for row in lines(first.folder)][2:]
     assert len(os.listdir(f"{first.folder}/checkpoints")) == 3
     (entry,) = json.load(open(f"{branch.folder}/environment.json"))["history"]  # half an epoch in another order: begun anew
-    assert (entry["rows_read_again"], entry["rows_left_out"], entry["data"]["epoch"]) == (24, 0, 0)
+    assert (entry["samples_read_again"], entry["samples_left_out"], entry["data"]["epoch"]) == (24, 0, 0)
     with pytest.raises(ConfigError, match="no checkpoint there or before"):
         train(clip_run(tmp_path, data, resume="step-1", **length))
 

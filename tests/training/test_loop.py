@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 import yaml
 
-from mmkit.config import ConfigError
+from mmkit.config import ConfigError, changed
 from mmkit.models import pretrained
 from mmkit.models.pretrained import from_pretrained
 from mmkit.training import assemble, loop, loss
@@ -133,6 +133,18 @@ def test_other_settings_in_the_same_folder_are_refused_by_name(tmp_path):
     wider["connector"]["width"] = 32
     with pytest.raises(ConfigError, match=r"model.connector.width = 16, this one has 32"):
         train(tiny_run(tmp_path, steps=2, model=wider))
+
+
+def test_rows_made_otherwise_are_gone_on_with_from_an_epoch_s_beginning_where_asked(tmp_path):
+    first = tiny_run(tmp_path, steps=5, checkpoint={"save_every": 5})
+    train(first)
+    packed = changed(tiny_run(tmp_path, steps=8), data__pack=True)
+    with pytest.raises(ConfigError, match=r"data.pack = False, this one has True: .* name the checkpoint"):
+        train(packed)
+    train(changed(packed, resume="step-5"))
+    (entry,) = json.loads(Path(first.folder, "environment.json").read_text())["history"]
+    assert (entry["step"], entry["data"]["epoch"], entry["samples_read_again"], entry["samples_left_out"]) == (5, 2, 0, 4)  # 20 of 12 a time
+    assert [row["step"] for row in lines(first)] == list(range(1, 9))
 
 
 def test_a_run_of_an_older_version_without_some_settings_is_gone_on_with(tmp_path):
