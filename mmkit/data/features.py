@@ -2,8 +2,8 @@
 
 A cache belongs to one key: the encoders' weights (told by the caller) and the preprocessing (measured on a test picture). Inside, a
 picture is found by the hash of its content, so copies and renamed files share features. Files are complete parts, memory-mapped
-and shared by all processes; a part appears under its name only when it is whole. The folder of all caches is bounded: the ones
-used longest ago make room.
+and shared by all processes; a part appears under its name only when it is whole, one that is cut later is computed anew, and every
+row read has its checksum compared. The folder of all caches is bounded: the ones used longest ago make room, but none in use.
 
 Training with a cache is training without it, to the bit, where a picture's features do not depend on the pictures beside it in the
 batch. Measured on a CPU: so in bf16 for every encoder tried, and in fp32 in batches of two or more for the demo's two and the four
@@ -19,9 +19,11 @@ import json
 import logging
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -36,6 +38,7 @@ from mmkit.data.images import ImageError, content_hash, open_image
 log = logging.getLogger(__name__)
 
 PART_BYTES = 1 << 29  # a finished part is kept when the process is killed later
+IN_USE = "in-use"
 FREE_SHARE = 0.5  # of the disk's free space that caches may take by default
 Encode = Callable[[list[Tensor]], list[Tensor]]
 Progress = Callable[[int, int], None]
@@ -52,7 +55,10 @@ class FeatureCache:
         self._place: dict[str, tuple[int, int]] = {}  # content hash -> (part, row)
         self._sizes: dict[str, tuple[int, int]] = {}
         self._parts: list[Path] = []
+        self._sums: list[list[int]] = []  # checksum of each row of each part
         self._maps: dict[tuple[int, int], np.ndarray] = {}
+        self._checked: set[tuple[int, int]] = set()  # rows whose checksum was right
+        self._hold = _shared(folder)  # as long as this object lives
         self.read()
 
     def __len__(self) -> int:
@@ -62,14 +68,19 @@ class FeatureCache:
         return digest in self._place
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_maps": {}}
+        return self.__dict__ | {"_maps": {}, "_hold": None}
 
     def read(self) -> None:
-        """Learns of parts that other processes have finished."""
+        """Learns of parts that other processes have finished; what is damaged goes away, to be computed anew."""
         for part in sorted(self.folder.glob("part-*")):
             if part in self._parts:
                 continue
-            facts = json.loads((part / "part.json").read_text())
+            facts = _part_facts(part)
+            if facts is None:
+                log.warning("features in %s are damaged and are computed anew", part)
+                shutil.rmtree(part, ignore_errors=True)
+                continue
+            self._sums.append(facts["sums"])
             self.shapes = [(tuple(shape), getattr(torch, dtype)) for shape, dtype in facts["shapes"]]
             self._parts.append(part)
             for row, (digest, size) in enumerate(zip(facts["hashes"], facts["sizes"], strict=True)):
@@ -100,19 +111,42 @@ class FeatureCache:
 
     def _row(self, digest: str) -> list[Tensor]:
         part, row = self._place[digest]
-        out = []
-        for number, (shape, dtype) in enumerate(self.shapes):
-            data = torch.from_numpy(np.array(self._map(part, number)[row]))
-            out.append(data.view(dtype).view(shape))
-        return out
+        rows = [np.array(self._map(part, number)[row]) for number in range(len(self.shapes))]
+        if (part, row) not in self._checked and _checksum(rows) != self._sums[part][row]:
+            raise RuntimeError(f"cached features in {self._parts[part]} have changed on the disk (row {row}); remove that folder and start again")
+        self._checked.add((part, row))
+        return [torch.from_numpy(data).view(dtype).view(shape) for data, (shape, dtype) in zip(rows, self.shapes, strict=True)]
 
     def _map(self, part: int, encoder: int) -> np.ndarray:
         """(rows, bytes) memory map of one file."""
         if (part, encoder) not in self._maps:
-            shape, dtype = self.shapes[encoder]
             data = np.memmap(self._parts[part] / f"features.{encoder}.bin", dtype=np.uint8, mode="r")
-            self._maps[part, encoder] = data.reshape(-1, int(np.prod(shape)) * dtype.itemsize)
+            self._maps[part, encoder] = data.reshape(-1, _row_bytes(*self.shapes[encoder]))
         return self._maps[part, encoder]
+
+
+def _part_facts(part: Path) -> dict | None:
+    """What a part holds; None where its files are not those that were written."""
+    try:
+        facts = json.loads((part / "part.json").read_text())
+        rows, shapes = len(facts["hashes"]), [(shape, getattr(torch, dtype)) for shape, dtype in facts["shapes"]]
+        sizes = [(part / f"features.{number}.bin").stat().st_size for number in range(len(shapes))]
+    except (OSError, ValueError, KeyError):
+        return None
+    whole = sizes == [rows * _row_bytes(*shape) for shape in shapes] and len(facts.get("sums", ())) == len(facts["sizes"]) == rows
+    return facts if whole else None
+
+
+def _row_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return int(np.prod(shape)) * dtype.itemsize
+
+
+def _checksum(rows: Sequence[np.ndarray]) -> int:
+    """Of one picture's features, an array of bytes an encoder."""
+    total = 0
+    for row in rows:
+        total = zlib.crc32(row, total)
+    return total
 
 
 def precompute(
@@ -185,9 +219,12 @@ def folder_bytes(folder: Path) -> int:
 def _opened(key: str, folder: str | os.PathLike | None) -> FeatureCache:
     root = Path(folder) if folder else cache_root()
     place = root / "features" / hashlib.sha256(key.encode()).hexdigest()[:24]
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "used").touch()
-    return FeatureCache(place)
+    while True:
+        place.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process made room between two lines
+            cache = FeatureCache(place)
+            (place / "used").touch()
+            return cache
 
 
 def _examples(source) -> Iterator:
@@ -219,7 +256,7 @@ def _fill(cache: FeatureCache, missing: dict, load: Callable, encode: Encode, ba
         ahead = [pool.submit(_loaded, load, thing) for _, thing in chunks[0]] if chunks else []
         number = 0
         while number < len(chunks):
-            with atomic_folder(cache.folder / f"part-{chunks[number][0][0][:16]}") as work:
+            with _full_disk_told(cache.folder), atomic_folder(cache.folder / f"part-{chunks[number][0][0][:16]}") as work:
                 part = _Part(work)
                 while number < len(chunks) and part.n_bytes < PART_BYTES:
                     loaded = [future.result() for future in ahead]
@@ -235,6 +272,17 @@ def _fill(cache: FeatureCache, missing: dict, load: Callable, encode: Encode, ba
                         progress(done, len(items))
                 part.close()
             cache.read()
+
+
+@contextlib.contextmanager
+def _full_disk_told(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cached features could not be written to {folder}: {error}; what was written before is kept: free some space, or set "
+            "data.cache_dir to a larger disk or data.cache_features to false"
+        ) from error
 
 
 def _loaded(load: Callable, thing):
@@ -262,7 +310,7 @@ class _Part:
     """One part being written."""
 
     def __init__(self, folder: Path):
-        self.folder, self.rows, self.sizes, self.n_bytes = folder, [], [], 0
+        self.folder, self.rows, self.sizes, self.sums, self.n_bytes = folder, [], [], [], 0
         self.shapes: list = []
         self._files: list = []
 
@@ -271,10 +319,11 @@ class _Part:
         if not self._files:
             self.shapes = [(list(output.shape[1:]), str(output.dtype).removeprefix("torch.")) for output in features]
             self._files = [(self.folder / f"features.{number}.bin").open("wb") for number in range(len(features))]
-        for file, output in zip(self._files, features, strict=True):
-            data = output.view(torch.uint8).numpy()
+        arrays = [output.reshape(len(digests), -1).view(torch.uint8).numpy() for output in features]
+        for file, data in zip(self._files, arrays, strict=True):
             data.tofile(file)
             self.n_bytes += data.nbytes
+        self.sums += [_checksum(rows) for rows in zip(*arrays, strict=True)]
         self.rows += digests
         self.sizes += sizes
 
@@ -284,7 +333,7 @@ class _Part:
             file.flush()
             os.fsync(file.fileno())
             file.close()
-        (self.folder / "part.json").write_text(json.dumps({"shapes": self.shapes, "hashes": self.rows, "sizes": self.sizes}))
+        (self.folder / "part.json").write_text(json.dumps({"shapes": self.shapes, "hashes": self.rows, "sizes": self.sizes, "sums": self.sums}))
 
 
 def _room(cache: FeatureCache, max_bytes: int | None) -> Callable[[int], None]:
@@ -295,8 +344,7 @@ def _room(cache: FeatureCache, max_bytes: int | None) -> Callable[[int], None]:
         limit = max_bytes if max_bytes is not None else int(shutil.disk_usage(root).free * FREE_SHARE) + folder_bytes(root)
         others = sorted((path for path in root.iterdir() if path.is_dir() and path != cache.folder), key=lambda path: _used(path))
         while others and folder_bytes(root) + needed > limit:
-            log.info("feature cache %s makes room", others[0].name)
-            shutil.rmtree(others.pop(0), ignore_errors=True)
+            _make_room(others.pop(0))
         if folder_bytes(root) + needed > limit:
             raise ConfigError(
                 f"cached features need about {needed / 1e9:.2f} GB below {root}, which may hold {limit / 1e9:.2f} GB; "
@@ -304,6 +352,22 @@ def _room(cache: FeatureCache, max_bytes: int | None) -> Callable[[int], None]:
             )
 
     return room
+
+
+def _make_room(folder: Path) -> None:
+    """Removes a cache unless a process uses it."""
+    with contextlib.suppress(FileNotFoundError), (folder / IN_USE).open("w") as file, contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        log.info("feature cache %s makes room", folder.name)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _shared(folder: Path) -> IO:
+    """A file whose lock says that the cache is in use, until it is closed; FileNotFoundError where the cache is gone."""
+    file = (folder / IN_USE).open("w")
+    fcntl.flock(file, fcntl.LOCK_SH)
+    os.stat(folder / IN_USE)
+    return file
 
 
 def _used(folder: Path) -> float:

@@ -121,6 +121,10 @@ def test_size_is_bounded_and_the_longest_unused_cache_makes_room(tmp_path):
     first = precompute(examples(4), [transform], encode, "a", folder=tmp_path)
     os.utime(first.folder / "used", (1, 1))
     size = folder_bytes(tmp_path)
+    with pytest.raises(ConfigError, match="cached features need about"):  # a cache in use does not make room
+        precompute(examples(4), [transform], encode, "b", folder=tmp_path, max_bytes=size + 1000)
+    assert len(FeatureCache(first.folder)) == 4
+    first._hold.close()
     second = precompute(examples(4), [transform], encode, "b", folder=tmp_path, max_bytes=size + 1000)
     assert not list(first.folder.glob("part-*")) and len(second) == 4
     with pytest.raises(ConfigError, match="cached features need about .* set data.cache_dir"):
@@ -151,3 +155,30 @@ def test_loader_yields_features_in_place_of_images(tmp_path, workers):
     wanted = encode([plain["images.0"].flatten(0, 1)])
     assert torch.equal(cached["features.0"].flatten(0, 1), wanted[0])
     assert all(torch.equal(cached[name], plain[name]) for name in plain if not name.startswith("images."))
+
+
+def test_a_part_that_was_cut_is_computed_anew_and_changed_rows_are_an_error(tmp_path):
+    found = examples(6)
+    cache = precompute(found, [transform], encode, "w", folder=tmp_path)
+    (part,) = cache.folder.glob("part-*")
+    for file, keep in (("part.json", 20), ("features.0.bin", 100), ("features.1.bin", 0)):
+        data = (part / file).read_bytes()
+        (part / file).write_bytes(data[:keep])
+        again = precompute(found, [transform], encode, "w", folder=tmp_path)
+        assert len(again) == 6 and (part / file).read_bytes() == data
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 1
+    (part / file).write_bytes(flipped)
+    changed = FeatureCache(cache.folder)
+    with pytest.raises(RuntimeError, match="part-.* have changed on the disk .row 3.; remove that folder"):
+        [changed.get(example.images[0]) for example in found]
+
+
+def test_a_full_disk_is_told_with_what_to_do(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mmkit.data.features._Part.close", full)
+    with pytest.raises(ConfigError, match="No space left on device; what was written before is kept: .* data.cache_dir"):
+        precompute(examples(2), [transform], encode, "w", folder=tmp_path)
+    assert not list(tmp_path.rglob("part-*"))
