@@ -24,6 +24,7 @@ from mmkit.data.building import ClipBuilder, Pictures, Task, VlmBuilder, Watch
 from mmkit.data.conversation import Formatter
 from mmkit.data.mixture import Mixture, Source
 from mmkit.data.planning import ConversationPlan, ExamplePlan
+from mmkit.data.recipe import realised
 from mmkit.data.stream import ShardLog, ShardSet, StreamBuilder, StreamPlan, streamed
 
 log = logging.getLogger(__name__)
@@ -135,13 +136,21 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """Ends worker processes and says what the shards read lacked; iterating on continues from the same position."""
+        """Ends worker processes and says what the shards read lacked and how often each source was seen; iterating on continues from the
+        same position."""
+        if self._batches is not None and self.plan.train and isinstance(self.plan.mixture, Mixture):
+            self._tell_sources(self.plan.mixture)
         self._batches = None
         if isinstance(self.builder, StreamBuilder):
             self.builder.close()
         if self.shards.left_out or self.shards.damaged:
             log.warning("process %d: %s", self.rank, self.shards.summary())
             self.shards = ShardLog()
+
+    def _tell_sources(self, mixture: Mixture) -> None:
+        for row in realised(mixture, self.counts["sources"]) if len(mixture.sources) > 1 else []:
+            seen, wished = 100 * row["realised"], 100 * row["wished"]
+            log.info("process %d: %.2f%% of the samples were of source %s (%d, wished %.2f%%)", self.rank, seen, row["source"], row["seen"], wished)
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch handed out, for any number of workers and processes."""

@@ -131,6 +131,20 @@ def mixture(lines: Sequence[Mapping[str, Any]], name: str = "mixture") -> Drawn:
     return Drawn(name, figure, table, "the data of this config")
 
 
+def shares(rows: Sequence[Mapping[str, Any]], name: str = "shares") -> Drawn:
+    """Wished and realised share of each source (`data.recipe.realised`)."""
+    table = pd.DataFrame(list(rows))
+    figure, axis = blank(8.0, 0.6 * len(table) + 1.6)
+    places = range(len(table))
+    axis.barh(places, 100 * table["wished"], 0.36, label="wished", color="0.75")
+    axis.barh([place + 0.38 for place in places], 100 * table["realised"], 0.36, label=f"realised in {table['seen'].sum():,} samples", color="C0")
+    axis.set_yticks([place + 0.19 for place in places], table["source"])
+    axis.invert_yaxis()
+    axis.set(xlabel="% of the samples")
+    axis.legend(fontsize=8)
+    return Drawn(name, figure, table, "the order of this config's data")
+
+
 def lengths(counted: Mapping[str, Sequence[int]], limit: int, name: str = "lengths") -> Drawn:
     """How long the conversations of each source are in tokens, pictures included, and where the row limit lies."""
     table = pd.DataFrame([{"source": source, "tokens": count} for source, counts in counted.items() for count in counts])

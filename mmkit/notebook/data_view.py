@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from mmkit.config import RunConfig
@@ -96,6 +98,16 @@ def fill_rows(run: RunConfig, mixture: Any, batches: int = 12, sample: int = 100
         {"rows": f"this run's, {batches} batches", "real positions %": round(100 * here, 1)},
         {"rows": f"one conversation padded to {PUBLISHED_LENGTH}", "real positions %": round(100 * padded, 1)},
     ]
+
+
+def drawn_rows(run: RunConfig, mixture: Any, samples: int = 10_000) -> list[dict[str, Any]]:
+    """Wished and realised share of each source among the first ``samples`` of the first epoch, in the order in which training draws them."""
+    from mmkit.data.mixture import iterate
+    from mmkit.data.recipe import realised
+
+    grouped = run.train.global_batch if run.data.group_by_length else 0
+    order = mixture.order(run.seed, 0, by_image=run.data.share_image, megabatch=grouped)
+    return realised(mixture, Counter(mixture.source_name(index) for index in islice(iterate(mixture, order), samples)))
 
 
 def _named(run: RunConfig, mixture: Any) -> Sequence[tuple[Any, Any]]:

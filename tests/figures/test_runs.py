@@ -92,6 +92,8 @@ def test_scores_stand_beside_their_controls():
 def test_mixture_and_lengths_show_every_source():
     lines = [{"source": name, "category": "x", "samples": 10, "wanted": 5, "share": 0.5, "repeats": 0.5} for name in ("a", "b")]
     assert len(runs.mixture(lines).figure.axes[0].get_yticks()) == 2
+    rows = [{"source": name, "category": "x", "wished": 0.5, "seen": 4, "realised": 0.5, "difference": 0.0} for name in ("a", "b")]
+    assert [label.get_text() for label in runs.shares(rows).figure.axes[0].get_yticklabels()] == ["a", "b"]
     drawn = runs.lengths({"a": [10, 20], "b": [30]}, limit=64)
     assert list(drawn.table["tokens"]) == [10, 20, 30] and len(drawn.figure.axes[0].get_legend().get_texts()) == 3
 

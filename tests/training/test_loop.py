@@ -420,3 +420,12 @@ def test_a_new_program_after_warm_up_is_told_but_not_one_of_a_save(tmp_path, mon
     assert [row["compiles"] for row in lines(run)] == [1, 1, 1, 2, 3, 3]
     told = [record.getMessage() for record in caplog.records if "compiled again" in record.getMessage()]
     assert told == ["step 5: the device compiled again (3 programs): a batch had a new shape"]
+
+
+def test_the_share_of_each_source_is_told_at_the_end(tmp_path, caplog):
+    caplog.set_level("INFO")
+    one = tiny_run(tmp_path).data.sources[0]
+    train(changed(tiny_run(tmp_path, steps=5), data__sources=(one.model_copy(update={"weight": 0.75}), one.model_copy(update={"name": "other"})),
+                  data__samples_per_epoch=20))  # fmt: skip
+    told = [record.getMessage()[11:] for record in caplog.records if "% of the samples were of source" in record.getMessage()]
+    assert told == ["75.00% of the samples were of source made (15, wished 75.00%)", "25.00% of the samples were of source other (5, wished 25.00%)"]
