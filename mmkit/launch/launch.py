@@ -1,7 +1,8 @@
 """Starts a run where it belongs: in this process, or as a child with several processes or an XLA environment.
 
 A child is watched through the run folder's ``metrics.jsonl``, so a notebook shows the same progress either way. An interrupt
-(the stop button, Ctrl-C) reaches the training processes themselves: they write a checkpoint after the step in hand and end.
+(the stop button, Ctrl-C, a scheduler's SIGTERM or SIGUSR1) reaches the training processes themselves: they write a checkpoint after
+the step in hand and end.
 Clusters are not started from here: see `slurm.py` and `tpu.py`.
 """
 
@@ -26,6 +27,7 @@ import psutil
 
 from mmkit.config import BackendConfig, ConfigError, RunConfig, to_yaml
 from mmkit.storage import Store
+from mmkit.training.interrupt import Interrupt
 
 Record = dict[str, Any]
 WORKER = "MMKIT_WORKER"  # set in a child: train here, start nothing
@@ -180,28 +182,26 @@ def _watch_child(run: RunConfig, command: list[str], on_log: Callable[[Record], 
         child = subprocess.Popen(  # its own session, so that an interrupt of the kernel reaches it only through us
             [*command, "--config", str(config)], stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
-    asked = False
+    stopping = False
     try:
-        while True:
-            try:
+        with Interrupt() as signals:
+            while True:
                 ended = child.poll() is not None
                 for record in next(metrics):
                     if on_log:
                         on_log(record)
                 if ended:
                     break
+                if signals.asked and not stopping:
+                    stopping = interrupt(child.pid)
                 time.sleep(POLL)
-            except KeyboardInterrupt:
-                if asked:
-                    raise
-                asked = interrupt(child.pid)
     finally:
         end_tree(child.pid)
-    _raise_for(child.wait(), output.read_text(encoding="utf8", errors="replace"), asked)
+    _raise_for(child.wait(), output.read_text(encoding="utf8", errors="replace"), stopping)
     for left in (config, output):
         left.unlink()
     folder.rmdir()
-    return asked
+    return stopping
 
 
 def follow(path: str | Path, from_end: bool = False) -> Iterator[list[Record]]:

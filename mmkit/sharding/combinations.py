@@ -6,11 +6,13 @@ everywhere; 4- and 8-bit base weights where no device cuts them (single, torch d
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
 from mmkit.config import ConfigError, RunConfig
 from mmkit.sharding.deepspeed_file import filled_settings, read_file
+from mmkit.sharding.environment import process_environment
 
 
 class Facts(NamedTuple):
@@ -104,3 +106,15 @@ def check_combination(run: RunConfig) -> None:
     file = run.backend.deepspeed_config
     if file:
         filled_settings(read_file(file), run.backend, run.train, run.accumulation, run.devices)
+
+
+def check_devices(run: RunConfig, devices: int) -> None:
+    """ConfigError where another number of ``devices`` shares a step than the batch was divided by: a step would have other samples."""
+    place = process_environment(os.environ)
+    found = max(devices, place.world)  # a backend of one process does not ask how many were started
+    if found != run.devices:
+        raise ConfigError(
+            f"global_batch {run.train.global_batch} = device_batch {run.train.device_batch} x accumulation {run.accumulation} x {run.devices} "
+            f"devices by the settings of backend {run.backend.kind}, but {found} devices share a step here ({place.source}); "
+            "give the number of devices in the settings of backend, or start as many"
+        )

@@ -70,8 +70,11 @@ class TrainState:
 
 def assemble(run: RunConfig) -> TrainState:
     """The state before step 0 of ``run``. Wrong settings and missing files are refused before weights are read."""
+    from mmkit.sharding.combinations import check_devices
+
     check(run)
     backend = create(run.backend, run.train.precision)
+    check_devices(run, backend.devices)
     seed_everything(run.seed)
     model, stored, parts = build_model(run)
     tables = prepare_model(model, run, parts.COMPONENTS, stored)

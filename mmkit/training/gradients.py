@@ -39,14 +39,16 @@ def _has(window: Iterable[Any], name: str) -> bool:
 
 
 def report(reached: Mapping[str, bool], components: Components) -> list[dict[str, Any]]:
-    """One row a component: trained tensors, and how many of them had a non-zero gradient."""
+    """One row a component: trained tensors, how many of them had a non-zero gradient, and the share that had one or is vouched for (see
+    `check`)."""
     rows: dict[str, dict] = {}
     for name, had in reached.items():
         component = component_of(name, components)
-        row = rows.setdefault(component, {"component": component, "tensors": 0, "with_gradient": 0})
+        row = rows.setdefault(component, {"component": component, "tensors": 0, "with_gradient": 0, "vouched": 0})
         row["tensors"] += 1
         row["with_gradient"] += bool(had)
-    return list(rows.values())
+        row["vouched"] += not had and _waits(name, reached)
+    return [row | {"share": (row["with_gradient"] + row["vouched"]) / row["tensors"]} for row in rows.values()]
 
 
 def check(reached: Mapping[str, bool], allowed: Iterable[str] = ()) -> None:

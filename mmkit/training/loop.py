@@ -162,16 +162,26 @@ def one_step(state: TrainState) -> Row:
     norm = backend.update(train.optimizer.max_grad_norm)
     names, values = totals(outs, backend.device)
     state.step += 1
-    if state.reached is None and backend.reached is not None:
-        state.reached = check_reached(state, backend.reached)
+    shares = first_report(state)
     return {
         "step": state.step, "names": names, "values": backend.sum_over_devices(values), "counts": counts, "grad_norm": norm,
         "lr": state.schedule.share(state.step - 1) * train.optimizer.lr,
         "lrs": {group["title"]: rate for group, rate in zip(groups, rates, strict=True)}, "skipped": backend.skipped,
         "epoch": window[-1].epoch,
-        **{f"grad_norm_{name}": norm for name, norm in backend.norms.items() if len(backend.norms) > 1},
+        **{f"grad_norm_{name}": norm for name, norm in backend.norms.items() if len(backend.norms) > 1}, **shares,
         "seconds": time.monotonic() - begin, "data_seconds": waited, "keys": [key for batch in window for key in batch.keys],
     }  # fmt: skip
+
+
+def first_report(state: TrainState) -> dict[str, float]:
+    """``reached_COMPONENT``: the share of its trained tensors that a gradient reaches, in the step where that is first known."""
+    if state.reached is not None or state.backend.reached is None:
+        return {}
+    state.reached = check_reached(state, state.backend.reached)
+    shares = {row["component"]: row["share"] for row in state.reached or []}
+    if shares:
+        log.info("share of trained tensors with a gradient: %s", ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
+    return {f"reached_{name}": share for name, share in shares.items()}
 
 
 def take_window(state: TrainState) -> list:

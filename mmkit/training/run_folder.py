@@ -80,8 +80,8 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
         return
     saved = open_verified(path, state.backend)
     values = saved.state
-    saved.require_frozen(state.frozen)
     saved.require(state.trained)
+    saved.require_frozen(state.frozen)
     state.backend.import_state(saved.get, values["backend"]["optimizer_step"])
     state.backend.load_extra_state(values["backend"])
     buffers = trained_buffers(state.model)

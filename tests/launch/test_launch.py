@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -124,7 +125,8 @@ def test_metrics_of_a_child_arrive_one_by_one(tmp_path, monkeypatch):
     assert result.steps == 5 and result.last["loss"] == 0.2 and not result.stopped and "5 steps" in str(result)
 
 
-def test_an_interrupt_becomes_a_checkpoint_and_a_clean_end(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+def test_a_signal_becomes_a_checkpoint_and_a_clean_end(tmp_path, monkeypatch, capsys, name):
     run = a_run(tmp_path, **{"backend.kind": "torch", "backend.processes": 2})
     monkeypatch.setattr(launching, "child_command", lambda run: fake_command(tmp_path, run, 399))
     seen = []
@@ -132,7 +134,7 @@ def test_an_interrupt_becomes_a_checkpoint_and_a_clean_end(tmp_path, monkeypatch
     def on_log(record):
         seen.append(record)
         if len(seen) == 3:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), getattr(signal, name))
 
     result = launch(run, on_log=on_log)
     assert result.stopped and Path(result.folder, "checkpoints").is_dir() and result.steps < 399

@@ -18,8 +18,8 @@ REACHED = {
 def test_report_counts_by_component():
     rows = report(REACHED, ((r"language\.", "language"), (r"connector\.", "connector")))
     assert rows == [
-        {"component": "language", "tensors": 3, "with_gradient": 1},
-        {"component": "connector", "tensors": 1, "with_gradient": 1},
+        {"component": "language", "tensors": 3, "with_gradient": 1, "vouched": 2, "share": 1.0},
+        {"component": "connector", "tensors": 1, "with_gradient": 1, "vouched": 0, "share": 1.0},
     ]
 
 

@@ -66,6 +66,7 @@ def test_a_run_leaves_its_config_environment_metrics_checkpoint_and_export(unbro
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows == json.loads(json.dumps(shown)) and result.last == shown[-1]
     needed = {"step", "loss", "grad_norm", "lr", "lrs", "targets", "samples", "tokens", "seconds", "data_seconds", "fill", "skipped", "compiles"}
     assert needed <= set(rows[0])
+    assert rows[0]["reached_connector"] == rows[0]["reached_language"] == 1 and not any("reached" in name for name in rows[1])
     assert sum(row["samples"] for row in rows) == 16 and rows[-1]["total_samples"] == 16
     assert yaml.safe_load((folder / "config.yaml").read_text())["train"]["lora"]["rank"] == 2
     environment = json.loads((folder / "environment.json").read_text())
@@ -429,3 +430,14 @@ def test_the_share_of_each_source_is_told_at_the_end(tmp_path, caplog):
                   data__samples_per_epoch=20))  # fmt: skip
     told = [record.getMessage()[11:] for record in caplog.records if "% of the samples were of source" in record.getMessage()]
     assert told == ["75.00% of the samples were of source made (15, wished 75.00%)", "25.00% of the samples were of source other (5, wished 25.00%)"]
+
+
+@pytest.mark.parametrize("more", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}])
+def test_another_number_of_processes_than_the_batch_is_divided_by_is_refused(tmp_path, monkeypatch, more):
+    for name, value in more.items():
+        monkeypatch.setenv(name, value)
+    if more:
+        with pytest.raises(ConfigError, match=r"global_batch 4 = device_batch 2 x accumulation 2 x 1 devices .* 2 devices share a step here .torchrun."):
+            train(tiny_run(tmp_path, steps=1))
+    else:
+        assert train(tiny_run(tmp_path, steps=1)).steps == 1
