@@ -58,4 +58,4 @@ def test_a_component_is_excused_while_no_step_had_its_input_and_looked_at_again(
 
 def test_after_patience_the_report_is_given_with_a_warning(caplog):
     rows = check_reached(state_at(PATIENCE, True, False), {"connector.weight": True, "regions.weight": False})
-    assert {"component": "regions", "tensors": 1, "with_gradient": 0} in rows and "regions works on" in caplog.text
+    assert {"component": "regions", "tensors": 1, "with_gradient": 0, "vouched": 0, "share": 0.0} in rows and "regions works on" in caplog.text
