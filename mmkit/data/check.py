@@ -265,7 +265,7 @@ class _Check:
 
 
 class _AnyModel:
-    """What every model asks, whichever will be trained: a picture without a question is taken for one of a pair."""
+    """What every model asks, whichever will be trained: an answer without a question is taken for the caption of a pair."""
 
     def __init__(self, source: Source):
         self.source = source
