@@ -115,7 +115,8 @@ def _add_data(commands: Any) -> None:
     check = _command(kinds, "check", _data_check, "Check a data file, or every source of a run: all paths, a decoded sample, before training.")
     check.add_argument("file", nargs="?", metavar="FILE", help="a data file (default: the sources of the run)")
     check.add_argument("--images", metavar="DIR", help="folder that the file's relative image paths start from")
-    check.add_argument("--format", choices=("llava", "grit", "parquet", "csv", "webdataset", "pack"), default="llava", help="of FILE (default: llava)")
+    formats = ("llava", "grit", "parquet", "csv", "webdataset", "pack")
+    check.add_argument("--format", choices=formats, default="llava", help="of FILE (default: llava)")
     check.add_argument("--report", metavar="JSON", help="write the whole report here as well")
     check.add_argument("--decode", type=int, default=64, metavar="N", help="examples to open fully; more where faults are found (default: 64)")
     _add_run_options(check)
@@ -126,7 +127,8 @@ def _add_data(commands: Any) -> None:
     shards.add_argument("--images", metavar="DIR", help="folder that relative image paths of --from start from")
     shards.add_argument("--samples", type=int, default=10_000, help="in one shard (default: 10000)")
     shards.add_argument("--caption", default="txt", metavar="EXTENSION", help="of the captions' files to check (default: txt)")
-    shards.add_argument("--filter", nargs=3, action="append", default=[], metavar=("KEY", "OP", "VALUE"), help="check under this rule, as punsafe '<=' 0.5")
+    rule = ("KEY", "OP", "VALUE")
+    shards.add_argument("--filter", nargs=3, action="append", default=[], metavar=rule, help="check under this rule, as punsafe '<=' 0.5")
     shards.add_argument("--decode", type=int, default=64, metavar="N", help="samples to open fully; more where faults are found (default: 64)")
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with data, found before training by what training does: every record read, every path tested, a sample decoded and tokenised.
+"""What is wrong with data, found before training by what training does: records read, paths tested, a sample decoded and tokenised.
 
 Faults make a sample unusable, notes do not. Training would fail where the share of faults exceeds the allowed one, where shards lack too
 much, or where nothing can be learned. A sample grows until it tells on which side of the allowed share the data lie.
@@ -147,12 +147,13 @@ class _Check:
             self.use = _Conversations(source, data, model, formatter)
 
     def run(self, decode: int, tokenise: int, streamed: bool) -> Report:
-        in_tar = isinstance(self.source, ShardSource)
-        if in_tar:
+        if isinstance(self.source, ShardSource):  # their index has told what is in them, without reading them
             self._shards(self.source, streamed)
-        self._try(self._look, decode if in_tar else len(self.source))  # the shards' index has told what is in them
-        self._try(self.use.tokenise, tokenise if isinstance(self.use, _Conversations) else 0)
-        self._try(self._decode, decode)
+            tests = ((self._look_and_decode, decode), (self.use.tokenise, tokenise))
+        else:
+            tests = ((self._look, len(self.source)), (self.use.tokenise, tokenise), (self._decode, decode))
+        for test, wanted in tests:
+            self._try(test, wanted)
         return self._finished()
 
     def _shards(self, source: ShardSource, streamed: bool) -> None:
@@ -225,6 +226,10 @@ class _Check:
         found = self.sizes[identity]
         if isinstance(found, ImageError):
             raise BadRecord(found.message, key=example.key, source=example.source, reason=found.reason)
+
+    def _look_and_decode(self, index: int) -> None:
+        self._look(index)
+        self._decode(index)
 
     def _decode(self, index: int) -> None:
         self.report.decoded += 1

@@ -252,8 +252,8 @@ def source_rows(run: RunConfig, reports: Sequence[Report]) -> list[dict[str, Any
         row = {"source": config.name, "use": use, "format": config.format, "path": config.path, "examples": report.examples}
         faults = [text for what in (*report.faults, *report.left_out) for text in report.shown[what]]
         first = next(iter([*report.refused.splitlines(), *faults]), "")
-        bad = report.bad or int(bool(report.refused))
-        rows.append(row | {"opened": report.decoded, "bad": bad, "first fault": first, "training": "would stop" if report.would_fail else "ready"})
+        row |= {"opened": report.decoded, "bad": report.bad or int(bool(report.refused)), "first fault": first}
+        rows.append(row | {"training": "would stop" if report.would_fail else "ready"})
     return rows
 
 

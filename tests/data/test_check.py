@@ -4,6 +4,7 @@ import io
 import json
 import re
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -13,6 +14,7 @@ from mmkit.data.conversation import Formatter
 from mmkit.data.example import Example, ImageRef, Turn
 from mmkit.data.loader import loader
 from mmkit.data.mixture import ListSource, Mixture
+from mmkit.data.tar_writer import ShardWriter
 from tests.data.test_conversation import byte_bpe
 from tests.data.test_loader import REGIONS, examples, picture, take, tokenizer, transform, vlm, with_broken
 from tests.training.tiny_clip import shards
@@ -222,3 +224,13 @@ def test_a_stream_is_judged_by_the_share_its_first_shards_lack(tmp_path):
         source, _ = opened(SourceConfig(name="s", format="webdataset", path=path), data)
         report = check(source, data, PAIRS, streamed=True)
         assert report.would_fail == fails and report.share == pytest.approx(1 / 24)
+
+
+def test_faults_of_a_tar_are_counted_once(tmp_path):
+    write(tmp_path, [])
+    content, empty = (tmp_path / "web-celebrity" / "1.png").read_bytes(), np.random.default_rng(0).random(1200) < 0.1
+    with ShardWriter(str(tmp_path / "tar")) as writer:
+        for k in range(1200):
+            writer.write(f"{k}", {"png": content, "txt": "" if empty[k] else f"kite {k}"})
+    report = check_file(str(tmp_path / "tar"), format="webdataset", data=DataConfig(max_bad_share=0.15), model=PAIRS, decode=300)
+    assert report.share == pytest.approx(0.1, abs=0.04) and not report.would_fail
