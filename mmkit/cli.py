@@ -13,11 +13,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mmkit.config import STAGES, ConfigError, RunConfig, changed, load_file, nearest
+from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig, SourceConfig, changed, load_file, nearest
 from mmkit.launch.launch import ERROR_PREFIX
 from mmkit.storage import is_remote
+
+if TYPE_CHECKING:
+    from mmkit.data.check import Report
 
 LAUNCH_EPILOG = "targets: local starts this machine's processes; slurm submits a job script; tpu drives a TPU VM with gcloud"
 
@@ -112,9 +115,10 @@ def _add_data(commands: Any) -> None:
     check = _command(kinds, "check", _data_check, "Check a data file, or every source of a run: all paths, a decoded sample, before training.")
     check.add_argument("file", nargs="?", metavar="FILE", help="a data file (default: the sources of the run)")
     check.add_argument("--images", metavar="DIR", help="folder that the file's relative image paths start from")
-    check.add_argument("--format", choices=("llava", "grit", "parquet", "csv"), default="llava", help="of FILE (default: llava)")
-    check.add_argument("--report", metavar="JSON", help="write the whole report of FILE here as well")
-    check.add_argument("--decode", type=int, default=64, metavar="N", help="examples to open fully (default: 64)")
+    formats = ("llava", "grit", "parquet", "csv", "webdataset", "pack")
+    check.add_argument("--format", choices=formats, default="llava", help="of FILE (default: llava)")
+    check.add_argument("--report", metavar="JSON", help="write the whole report here as well")
+    check.add_argument("--decode", type=int, default=64, metavar="N", help="examples to open fully; more where faults are found (default: 64)")
     _add_run_options(check)
     shards = _command(kinds, "shards", _data_shards, "Write or check tar shards: samples, bad members, fields, per shard.")
     shards.add_argument("pattern", help="folder, file, URL or brace pattern: data/{000..012}.tar; with --from the folder to write")
@@ -122,6 +126,10 @@ def _add_data(commands: Any) -> None:
     shards.add_argument("--format", choices=("csv", "llava", "parquet", "pack"), default="csv", help="of --from (default: csv)")
     shards.add_argument("--images", metavar="DIR", help="folder that relative image paths of --from start from")
     shards.add_argument("--samples", type=int, default=10_000, help="in one shard (default: 10000)")
+    shards.add_argument("--caption", default="txt", metavar="EXTENSION", help="of the captions' files to check (default: txt)")
+    rule = ("KEY", "OP", "VALUE")
+    shards.add_argument("--filter", nargs=3, action="append", default=[], metavar=rule, help="check under this rule, as punsafe '<=' 0.5")
+    shards.add_argument("--decode", type=int, default=64, metavar="N", help="samples to open fully; more where faults are found (default: 64)")
 
 
 def _add_train(commands: Any) -> None:
@@ -311,48 +319,73 @@ def _data_demo(options: argparse.Namespace) -> int:
 
 
 def _data_check(options: argparse.Namespace) -> int:
-    from mmkit.launch.preflight import check_examples
+    from mmkit.data.check import write_json
+
+    if options.report and not Path(options.report).absolute().parent.is_dir():
+        raise ConfigError(f"--report {options.report}: there is no folder {Path(options.report).parent}; make it first")
+    if options.file:
+        reports = [_check_file(options)]
+        print(reports[0].summary())
+    else:
+        reports = _check_run(options)
+    if options.report:
+        write_json(reports[0] if options.file else reports, options.report)
+    return 2 if any(report.would_fail for report in reports) else 0
+
+
+def _check_run(options: argparse.Namespace) -> list[Report]:
+    from mmkit.launch.preflight import check_sources, source_rows
     from mmkit.notebook.tables import text
 
-    if options.file:
-        return _check_file(options)
-    rows = check_examples(run_of(options), options.decode)
-    print(text(rows))
-    return 2 if any(row["bad"] for row in rows) else 0
+    run = run_of(options)
+    reports = check_sources(run, options.decode)
+    print(text(source_rows(run, reports)))
+    return reports
 
 
-def _check_file(options: argparse.Namespace) -> int:
-    """Report of one file; with --model its conversations are tokenised as that model is given them. 2 where training would stop."""
+def _check_file(options: argparse.Namespace) -> Report:
+    """The report of one file: with a run named as that run would train on it, else by what every model asks."""
     from mmkit.data.check import check_file
 
-    more: dict[str, Any] = {}
-    if options.model or options.config:
-        from mmkit.notebook.data_view import formatter_of
+    if not (options.model or options.config or options.stage or options.set):
+        return check_file(options.file, options.images, options.format, decode=options.decode)
+    from mmkit.launch.preflight import check_source
+    from mmkit.notebook.data_view import formatter_of
 
-        run = run_of(options)
-        more = {"formatter": formatter_of(run), "slots": run.model.n_image_tokens, "max_length": run.data.max_length}
-    report = check_file(options.file, options.images, options.format, decode=options.decode, **more)
-    if options.report:
-        Path(options.report).write_text(json.dumps(report.to_json(), indent=1), encoding="utf8")
-    print(report.summary())
-    return 2 if report.would_fail else 0
+    run = run_of(options)
+    config = SourceConfig(name=Path(options.file).name, format=options.format, path=options.file, images=options.images)
+    run = run.model_copy(update={"data": run.data.model_copy(update={"sources": (config,), "validation": ()})})
+    return check_source(run, config, decode=options.decode, formatter=formatter_of(run) if run.model.kind == "vlm" else None)
 
 
 def _data_shards(options: argparse.Namespace) -> int:
-    from mmkit.config import DataConfig
-    from mmkit.data.shards import damage, inspect
+    import yaml
 
+    from mmkit.data.check import check, opened
+
+    rules = [checked(FilterRule, {"key": key, "op": op, "value": yaml.safe_load(value)}, "--filter") for key, op, value in options.filter]
     if options.source:
-        from mmkit.config import SourceConfig
-        from mmkit.data.readers import open_source
-        from mmkit.data.tar_writer import write_examples
+        _write_shards(options)
+    shards = SourceConfig(name=options.pattern, format="webdataset", path=options.pattern, filters=tuple(rules))
+    data = DataConfig(caption_key=options.caption)
+    source, refused = opened(shards, data)
+    report = check(source, data, decode=options.decode, refused=refused)
+    print(f"{source.summary().splitlines()[0]}\n{report.summary()}")
+    return 2 if report.would_fail else 0
 
-        pairs = SourceConfig(name="pairs", format=options.format, path=options.source, images=options.images)
+
+def _write_shards(options: argparse.Namespace) -> None:
+    from mmkit.data.readers import open_source
+    from mmkit.data.tar_writer import write_examples
+
+    pairs = SourceConfig(name="pairs", format=options.format, path=options.source, images=options.images)
+    try:
         write_examples(open_source(pairs), options.pattern, max_samples=options.samples)
-    source = inspect(options.pattern)
-    fails = damage(source) > DataConfig().max_bad_share or not len(source)
-    print(f"{source.summary()}\n{'training would stop' if fails else 'ready to train'}")
-    return 2 if fails else 0
+    except OSError as error:
+        raise ConfigError(
+            f"--from {options.source} cannot be written to {options.pattern}: {error}; `mmkit data check {options.source} --format "
+            f"{options.format}` names every picture that is missing"
+        ) from None
 
 
 def _eval(options: argparse.Namespace) -> int:

@@ -124,6 +124,62 @@ def test_figures_are_listed_and_drawn(capsys, tmp_path):
     assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".csv"}
 
 
+@pytest.fixture
+def pairs(tmp_path, monkeypatch):
+    """A folder with a picture and tables of pairs: sound, without a caption, without a picture."""
+    from PIL import Image
+
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (4, 4)).save("a.png")
+    for name, row in (("good", "a.png,a kite"), ("empty", "a.png,"), ("missing", "no.png,a boat")):
+        Path(f"{name}.csv").write_text(f"image,title\na.png,a boat\n{row}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("name", "code"), [("good", 0), ("empty", 2), ("missing", 2)])
+def test_a_file_of_pairs_is_checked_for_a_contrastive_model(pairs, capsys, name, code):
+    assert cli.main(["data", "check", f"{name}.csv", "--format", "csv", "--model", "clip-tiny"]) == code
+    assert ("ready to train" in capsys.readouterr().out) == (code == 0)
+
+
+def test_the_exit_code_follows_the_share_the_run_allows_and_reports_hold_it(pairs, capsys):
+    words = ["data", "check", "missing.csv", "--format", "csv", "--model", "clip-tiny", "--report", "out.json", "--set"]
+    assert cli.main([*words, "data.max_bad_share=0.5"]) == 0 and not json.loads(Path("out.json").read_text())["would_fail"]
+    assert cli.main([*words, "data.max_bad_share=0.4"]) == 2 and json.loads(Path("out.json").read_text())["share"] == 0.5
+    capsys.readouterr()
+    sources = "data.sources=[{name: s, format: csv, path: missing.csv}]"
+    assert cli.main(["data", "check", "--model", "clip-tiny", "--report", "run.json", "--set", sources]) == 2
+    assert "would stop" in capsys.readouterr().out and json.loads(Path("run.json").read_text())[0]["faults"] == {"missing image": 1}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["shards", "out", "--from", "missing.csv"], "no.png"),
+        (["check", "good.csv", "--format", "csv", "--report", "nowhere/x.json"], "there is no folder nowhere"),
+        (["shards", "out", "--from", "good.csv", "--filter", "n", "=<", "1"], "--filter"),
+    ],
+)
+def test_files_that_are_not_there_are_one_message(pairs, capsys, words, message):
+    assert cli.main(["data", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mmkit: error: ") and message in error and not Path("out/00000.tar").exists()
+
+
+def test_shards_are_checked_by_captions_name_rules_and_decoded_pictures(pairs, capsys):
+    from mmkit.data.tar_writer import ShardWriter
+
+    for name, picture in (("good", Path("a.png").read_bytes()), ("broken", b"\x89PNG no picture")):
+        with ShardWriter(name) as writer:
+            for k in range(4):
+                writer.write(f"{k}", {"png": picture, "caption": f"kite {k}", "json": {"punsafe": k / 4}})
+    words = ["--caption", "caption", "--filter", "punsafe", "<", "0.5"]
+    assert cli.main(["data", "shards", "good", *words]) == 0
+    assert "4 samples found, 2 usable" in (shown := capsys.readouterr().out) and "left out: 2 filter punsafe < 0.5" in shown
+    assert cli.main(["data", "shards", "good"]) == 2 and "wanted: one of jpg, png, jpeg, webp and txt" in capsys.readouterr().out
+    assert cli.main(["data", "shards", "broken", *words]) == 2 and "2 undecodable image" in capsys.readouterr().out
+
+
 def test_parameters_of_a_notebook_may_come_from_a_file(tmp_path):
     path = tmp_path / "values.yaml"
     path.write_text("model: 13b\nlr: 1e-4\nsettings: {train.global_batch: 64}\n")

@@ -13,7 +13,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from mmkit.config import VlmConfig
 from mmkit.data.batches import Batch, Problem, RegionPoints, Shape, Slots, build_row, counted, stack_images, stack_regions, stack_rows
 from mmkit.data.boxes import model_pixels
-from mmkit.data.example import BadRecord, Example, ImageRef
+from mmkit.data.example import BadRecord, Example, ImageRef, checked_pair
 from mmkit.data.images import ImageError, open_image
 from mmkit.data.mixture import Mixture
 from mmkit.data.packing import Item, Row
@@ -71,6 +71,15 @@ def repeatable(rng: np.random.Generator) -> Iterator[None]:
 def drawn(mixture: Mixture, index: int, seed: int, epoch: int, train: bool) -> Example:
     """The example with its random choices made; outside training, and for sources without any, the example as it stands."""
     return mixture.draw(index, rng_of(seed, epoch, index, train)) if train and mixture.varies(index) else mixture[index]
+
+
+def check_regions(example: Example, numbers: Iterable[int], sizes: Sequence[tuple[int, int]]) -> None:
+    """ImageError where one of these regions does not fit its picture; ``sizes`` are the pictures' (width, height)."""
+    for region in (example.regions[number] for number in numbers):
+        try:
+            region_mask(region, *sizes[region.image])
+        except ValueError as error:
+            raise ImageError(str(error), "region mask") from None
 
 
 class Watch:
@@ -129,7 +138,7 @@ class VlmBuilder:
 
     def __getitem__(self, task: Task) -> Batch:
         problems = list(task.problems)
-        loaded = [self._load_row(row, epoch, problems) for row, epoch in zip(task.rows, task.epochs, strict=True)]
+        loaded = [self.load_row(row, epoch, problems) for row, epoch in zip(task.rows, task.epochs, strict=True)]
         rows = [tuple(item for item, *_ in row) for row in loaded]
         arrays = [build_row(items, [sizes for _, _, sizes, _ in row], self.slots) for items, row in zip(rows, loaded, strict=True)]
         tensors = stack_rows(arrays, task.shape, self.pad)
@@ -145,8 +154,8 @@ class VlmBuilder:
         sources = Counter(self.mixture.source_name(member.index) for member in members)
         return Batch(tensors, keys, n_targets, len(members), n_tokens, n_positions, max(task.epochs), tuple(problems), sources=dict(sources), examined=task.examined)
 
-    def _load_row(self, row: Row, epoch: int, problems: list[Problem]) -> list[tuple[Item, list, list, list[Example]]]:
-        """(item, pictures, sizes, examples) of each item whose pictures can be had."""
+    def load_row(self, row: Row, epoch: int, problems: list[Problem]) -> list[tuple[Item, list, list, list[Example]]]:
+        """(item, pictures, sizes, examples) of each item whose pictures can be had; the others go to ``problems``."""
         out = []
         for item in row:
             examples = []
@@ -155,20 +164,13 @@ class VlmBuilder:
                 examples.append(drawn(self.mixture, member.index, self.seed, epoch, self.train))
             try:
                 found = [self.pictures.load(ref) for ref in examples[0].images]
-                self._check_regions(item, examples, [size for _, size in found])
+                for member, example in zip(item.members, examples, strict=True):
+                    check_regions(example, member.encoded.regions, [size for _, size in found])
             except ImageError as error:
                 problems += [self._problem(m.index, e.key, error.reason, error.message) for m, e in zip(item.members, examples, strict=True)]
                 continue
             out.append((item, [tensors for tensors, _ in found], [size for _, size in found], examples))
         return out
-
-    def _check_regions(self, item: Item, examples: list[Example], sizes: list[tuple[int, int]]) -> None:
-        for member, example in zip(item.members, examples, strict=True):
-            for number in member.encoded.regions:
-                try:
-                    region_mask(example.regions[number], *sizes[example.regions[number].image])
-                except ValueError as error:
-                    raise ImageError(str(error), "region mask") from None
 
     def _regions(self, row, epoch: int) -> list[RegionPoints]:
         """Points of each region token, in the order of the row's ids."""
@@ -252,7 +254,7 @@ class ClipBuilder:
         rng = rng_of(self.seed, epoch, index, self.train)
         for _ in range(self.ATTEMPTS):
             try:
-                return self._load(index, epoch)
+                return self.load(index, epoch)
             except (BadRecord, ImageError) as error:
                 key = getattr(error, "key", "") or f"#{index}"
                 problems.append(Problem(key, self.mixture.source_name(index), error.reason, error.message))
@@ -265,12 +267,10 @@ class ClipBuilder:
         """A substitute for a bad sample."""
         return int(rng.integers(len(self.mixture)))
 
-    def _load(self, index: int, epoch: int) -> tuple[Tensor, Example]:
+    def load(self, index: int, epoch: int) -> tuple[Tensor, Example]:
+        """(its picture, the example); BadRecord where it is no pair or the picture cannot be had."""
         self.watch.at(index)
-        example = drawn(self.mixture, index, self.seed, epoch, self.train)
-        if not example.images or not example.caption.strip():
-            what = "image" if not example.images else "caption"
-            raise BadRecord(f"has no {what}", key=example.key, source=example.source, reason=f"missing {what}")
+        example = checked_pair(drawn(self.mixture, index, self.seed, epoch, self.train))
         try:
             with repeatable(rng_of(self.seed, epoch, index, self.train)):  # random crops
                 tensors, _ = self.pictures.load(example.images[0])

@@ -1,6 +1,7 @@
-"""What is wrong with a data file, found before training: every record read, every path tested, a sample decoded and tokenised.
+"""What is wrong with data, found before training by what training does: records read, paths tested, a sample decoded and tokenised.
 
-Faults make a sample unusable, notes do not. Training would fail where faults exceed the allowed share or nothing can be learned.
+Faults make a sample unusable, notes do not. Training would fail where the share of faults exceeds the allowed one, where shards lack too
+much, or where nothing can be learned. A sample grows until it tells on which side of the allowed share the data lie.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from mmkit.config import DataConfig, SourceConfig
+from mmkit.config import ClipConfig, ConfigError, DataConfig, ModelConfig, SourceConfig, VlmConfig
 from mmkit.data.conversation import Formatter
-from mmkit.data.example import BadRecord, Example, ImageRef, checked
+from mmkit.data.example import BadRecord, Example, ImageRef, checked, checked_pair
 from mmkit.data.images import ImageError, image_size, open_image
-from mmkit.data.mixture import Source
+from mmkit.data.mixture import Mixture, Source
 from mmkit.data.readers import open_source
+from mmkit.data.shards import ShardSource, inspect
+from mmkit.data.templates import TEMPLATES, Rendered, render
 
 SHOWN = 5  # examples named for each fault
-DECODED, TOKENISED = 200, 20_000  # samples taken evenly from the file
-NOTES = ("duplicate id", "duplicate content", "empty answer", "box outside", "no image")
+DECODED, TOKENISED = 200, 20_000  # samples taken evenly from the file, at first
+GROWTH, DEVIATIONS = 4, 2  # a sample is made larger while the share found is this near the allowed one
 
 
 @dataclass
@@ -34,25 +37,30 @@ class Report:
 
     name: str
     records: int = 0
+    examples: int = 0  # of an epoch; more than ``records`` where only the first shards of a stream were looked at
     images: int = 0
     decoded: int = 0
     tokenised: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)  # samples of tar shards that are none of the records, by cause
     shown: dict[str, list[str]] = field(default_factory=dict)
     lengths: dict[str, float] = field(default_factory=dict)  # tokens of a sample: least, median, 95%, most
     supervised: float = 0.0  # share of text and image tokens that carry loss
-    bad: int = 0  # samples with a fault
+    bad: int = 0  # samples found with a fault
+    share: float = 0.0  # of all samples, that training could not use: measured, or estimated from what was decoded and tokenised
     max_bad_share: float = 0.01
+    refused: str = ""  # what training says when it is to open the source
+    would_fail: bool = False  # training on this data would stop
 
-    @property
-    def would_fail(self) -> bool:
-        """Whether training on this data would stop."""
-        return not self.records or self.bad > self.max_bad_share * self.records
+    def judge(self, share: float | None = None) -> None:
+        """Sets ``would_fail``, by the share of the mixture the source belongs to where that is given."""
+        share = self.share if share is None else share
+        self.would_fail = bool(self.refused) or not self.records or (self.share > 0 and (share > self.max_bad_share or share >= 1))
 
     def rows(self) -> list[dict[str, Any]]:
-        """A table: kind (fault or note), what, how many, examples."""
-        kinds = (("fault", self.faults), ("note", self.notes))
+        """A table: kind (fault, left out or note), what, how many, examples."""
+        kinds = (("fault", self.faults), ("left out", self.left_out), ("note", self.notes))
         return [
             {"kind": kind, "what": what, "count": count, "examples": "; ".join(self.shown.get(what, []))}
             for kind, found in kinds
@@ -61,12 +69,14 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain data."""
-        return asdict(self) | {"would_fail": self.would_fail}
+        return asdict(self)
 
     def summary(self) -> str:
         """A few lines for people."""
         verdict = "training would stop" if self.would_fail else "ready to train"
-        lines = [f"{self.name}: {self.records:,} records, {self.images:,} images, {self.bad:,} unusable ({verdict})"]
+        estimate = f", about {self.share:.1%} of all" if abs(self.share * self.records - self.bad) >= 1 else ""
+        lines = [f"{self.name}: {self.records:,} records, {self.images:,} images, {self.bad:,} unusable{estimate} ({verdict})"]
+        lines += ["  refused: " + self.refused.replace("\n", "\n  ")] if self.refused else []
         lines += [f"  {row['kind']}: {row['count']:,} {row['what']}: {row['examples']}" for row in self.rows()]
         if self.lengths:
             sizes = ", ".join(f"{name} {value:g}" for name, value in self.lengths.items())
@@ -76,66 +86,136 @@ class Report:
 
 def check(
     source: Source,
-    *,
+    data: DataConfig | None = None,
+    model: ModelConfig | None = None,
     formatter: Formatter | None = None,
-    slots: int = 0,
-    max_length: int | None = None,
-    max_bad_share: float = 0.01,
+    *,
     decode: int = DECODED,
     tokenise: int = TOKENISED,
-    progress: Callable[[int, int], None] | None = None,
+    streamed: bool = False,
+    refused: str = "",
 ) -> Report:
-    """The report of a source. With a ``formatter`` conversations are tokenised too; each picture then counts ``slots`` tokens."""
-    return _Check(source, formatter, slots, max_length, max_bad_share).run(decode, tokenise, progress)
+    """The report of a source, as training of ``model`` under ``data`` would find it; without a model, as any model would.
+
+    A vision-language model needs its ``formatter``. ``streamed``: the source is the first shards of a stream. ``refused``: see `opened`.
+    """
+    return _Check(source, data or DataConfig(), model, formatter, refused).run(decode, tokenise, streamed)
 
 
-def check_file(file: str, images: str | None = None, format: str = "llava", **options) -> Report:
-    """The report of a data file whose picture paths start from ``images``. Options as for `check`."""
-    return check(open_source(SourceConfig(name=Path(file).name, format=format, path=file, images=images), DataConfig()), **options)
+def check_file(
+    file: str, images: str | None = None, format: str = "llava", data: DataConfig | None = None, filters: Sequence = (), **options
+) -> Report:
+    """The report of a data file (tar shards: a pattern) whose picture paths start from ``images``. Other options as for `check`."""
+    config = SourceConfig(name=Path(file).name, format=format, path=file, images=images, filters=tuple(filters))
+    source, refused = opened(config, data or DataConfig())
+    return check(source, data, refused=refused, **options)
+
+
+def opened(config: SourceConfig, data: DataConfig) -> tuple[Source, str]:
+    """(a source, what training says when it refuses to open it): damaged shards, with what they hold. ConfigError for a wrong path."""
+    try:
+        return open_source(config, data), ""
+    except ConfigError:
+        raise
+    except ValueError as error:
+        if config.format != "webdataset":
+            raise
+        source = inspect(config.path, data.caption_key, config.filters)
+        source.name = config.name
+        return source, str(error)
+
+
+def judge_together(reports: Sequence[Report], wanted: Sequence[int]) -> None:
+    """Judges the sources of one mixture, of which an epoch takes ``wanted`` samples each: training counts faults over all of them."""
+    share = sum(report.share * count for report, count in zip(reports, wanted, strict=True)) / max(sum(wanted), 1)
+    for report in reports:
+        report.judge(share)
 
 
 class _Check:
-    def __init__(self, source: Source, formatter: Formatter | None, slots: int, max_length: int | None, max_bad_share: float):
-        self.source, self.formatter, self.slots, self.max_length = source, formatter, slots, max_length
-        self.report = Report(source.name, len(source), max_bad_share=max_bad_share)
+    def __init__(self, source: Source, data: DataConfig, model: ModelConfig | None, formatter: Formatter | None, refused: str):
+        self.source, n = source, len(source)
+        self.report = Report(source.name, n, n, max_bad_share=data.max_bad_share, refused=refused)
         self.faults, self.notes, self.shown = Counter(), Counter(), defaultdict(list)
+        self.usable = np.ones(n, dtype=bool)
         self.seen_keys, self.seen_texts = set(), set()
         self.sizes: dict[str, tuple[int, int] | ImageError] = {}
-        self.lengths, self.trained = [], 0
+        self.use: _AnyModel = _AnyModel(source)
+        if n and isinstance(model, ClipConfig):
+            self.use = _Pairs(source)
+        elif n and isinstance(model, VlmConfig) and formatter:
+            self.use = _Conversations(source, data, model, formatter)
 
-    def run(self, decode: int, tokenise: int, progress) -> Report:
-        n = len(self.source)
-        decoded, tokenised = _spread(n, decode), _spread(n, tokenise) if self.formatter else set()
-        for index in range(n):
-            try:
-                example = self.source[index]
-                self._check(example, index in decoded, index in tokenised)
-            except BadRecord as error:
-                self._fault(error.reason, error.key, error.message)
-            if progress and (index % 1000 == 999 or index == n - 1):
-                progress(index + 1, n)
+    def run(self, decode: int, tokenise: int, streamed: bool) -> Report:
+        if isinstance(self.source, ShardSource):  # their index has told what is in them, without reading them
+            self._shards(self.source, streamed)
+            tests = ((self._look_and_decode, decode), (self.use.tokenise, tokenise))
+        else:
+            tests = ((self._look, len(self.source)), (self.use.tokenise, tokenise), (self._decode, decode))
+        for test, wanted in tests:
+            self._try(test, wanted)
         return self._finished()
 
-    def _check(self, example: Example, decode: bool, tokenise: bool) -> None:
+    def _shards(self, source: ShardSource, streamed: bool) -> None:
+        """Counts what the shards lack. An indexed set is refused for it when it is opened, a stream while training goes on."""
+        from mmkit.data.stream import ShardLog
+
+        for index in source.indexes:
+            for cause, n in index.counts.items():
+                if cause != "samples":
+                    self.report.left_out[cause] = self.report.left_out.get(cause, 0) + n
+                    self._show(cause, f"{index.url}: {index.message or '%d of %d samples' % (n, index.counts['samples'])}")
+        if streamed:
+            self.report.share = min(sum(index.bad for index in source.indexes) / max(source.counts["samples"], 1), 1.0)
+            try:
+                ShardLog().add(sorted(source.report(), key=lambda row: bool(row["message"])), self.report.max_bad_share)
+            except ValueError as error:
+                self.report.refused = str(error)
+
+    def _try(self, test: Callable[[int], None], wanted: int) -> None:
+        """Tests up to ``wanted`` of the samples that are usable so far, evenly apart, and counts the share of the others."""
+        left, tried, bad = np.flatnonzero(self.usable), np.zeros(0, dtype=np.int64), 0
+        while len(tried) < min(wanted, len(left)):
+            places = np.setdiff1d(_spread(len(left), wanted), tried)
+            bad += sum(not self._passes(test, index) for index in left[places].tolist())
+            tried = np.union1d(tried, places)
+            if self._unclear(bad / len(tried), len(tried)):
+                wanted *= GROWTH
+        if len(tried):
+            self.report.share += (1 - self.report.share) * bad / len(tried)
+
+    def _unclear(self, found: float, tried: int) -> bool:
+        """Whether faults in a share ``found`` of so many samples leave open on which side of the allowed share the data lie."""
+        allowed = self.report.max_bad_share
+        share = self.report.share + (1 - self.report.share) * found
+        return found > 0 and abs(share - allowed) <= DEVIATIONS * (allowed * (1 - allowed) / tried) ** 0.5
+
+    def _passes(self, test: Callable[[int], None], index: int) -> bool:
+        try:
+            test(index)
+        except BadRecord as error:
+            self.report.bad += 1
+            self.faults[error.reason] += 1
+            self._show(error.reason, f"{error.key}: {error.message}")
+            self.usable[index] = False
+        return bool(self.usable[index])
+
+    def _look(self, index: int) -> None:
+        example = self.source[index]
         self._duplicates(example)
         if any(turn.role == "assistant" and not turn.text.strip() for turn in example.turns):
             self._note("empty answer", example.key)
         if not example.images:
             self._note("no image", example.key)
-        checked(example)
-        sizes = [self._size(ref, example) for ref in example.images]
+        for ref in self.use.look(example):
+            self._size(ref, example)
         for region in example.regions:
             box = region.box
             if box.clamped() != box or box.x1 > box.x2 or box.y1 > box.y2:
                 self._note("box outside", example.key, f"{box.corners} in {box.frame.width:g}x{box.frame.height:g}")
-        if decode:
-            for ref in example.images:
-                self._decode(ref, example)
-        if tokenise and len(sizes) == len(example.images):
-            self._tokenise(example)
 
-    def _size(self, ref: ImageRef, example: Example) -> tuple[int, int]:
-        """Upright size of a picture, each looked at once."""
+    def _size(self, ref: ImageRef, example: Example) -> None:
+        """BadRecord where a picture is not there or no picture, each looked at once."""
         identity = ref.identity
         if identity not in self.sizes:
             try:
@@ -146,23 +226,14 @@ class _Check:
         found = self.sizes[identity]
         if isinstance(found, ImageError):
             raise BadRecord(found.message, key=example.key, source=example.source, reason=found.reason)
-        return found
 
-    def _decode(self, ref: ImageRef, example: Example) -> None:
+    def _look_and_decode(self, index: int) -> None:
+        self._look(index)
+        self._decode(index)
+
+    def _decode(self, index: int) -> None:
         self.report.decoded += 1
-        try:
-            open_image(ref)
-        except ImageError as error:
-            raise BadRecord(error.message, key=example.key, source=example.source, reason=error.reason) from None
-
-    def _tokenise(self, example: Example) -> None:
-        encoded = self.formatter.encode(example)
-        length = encoded.length(self.slots) if self.slots else len(encoded.ids)
-        self.report.tokenised += 1
-        self.lengths.append(length)
-        self.trained += int(encoded.trained.sum())
-        if self.max_length and length > self.max_length:
-            raise BadRecord(f"needs {length}, more than {self.max_length}", key=example.key, source=example.source, reason="too long")
+        self.use.decode(index)
 
     def _duplicates(self, example: Example) -> None:
         key = hash(example.key)
@@ -175,11 +246,6 @@ class _Check:
             self._note("duplicate content", example.key)
         self.seen_texts.add(digest)
 
-    def _fault(self, reason: str, key: str, message: str) -> None:
-        self.report.bad += 1
-        self.faults[reason] += 1
-        self._show(reason, f"{key}: {message}")
-
     def _note(self, what: str, key: str, detail: str = "") -> None:
         self.notes[what] += 1
         self._show(what, f"{key} {detail}".strip())
@@ -189,14 +255,114 @@ class _Check:
             self.shown[what].append(text)
 
     def _finished(self) -> Report:
-        report = self.report
-        report.images = len(self.sizes)
+        report, lengths = self.report, self.use.lengths
+        report.images, report.tokenised = len(self.sizes), len(lengths)
         report.faults, report.notes, report.shown = dict(self.faults), dict(self.notes), dict(self.shown)
-        if self.lengths:
-            low, middle, high, most = np.percentile(self.lengths, [0, 50, 95, 100]).tolist()
+        if lengths:
+            low, middle, high, most = np.percentile(lengths, [0, 50, 95, 100]).tolist()
             report.lengths = {"least": low, "median": middle, "95%": high, "most": most}
-            report.supervised = self.trained / sum(self.lengths)
+            report.supervised = self.use.trained / sum(lengths)
+        report.judge()
         return report
+
+
+# ---------------------------------------------------------------- what a model asks of an example; each method raises BadRecord
+
+
+class _AnyModel:
+    """What every model asks, whichever will be trained: an answer without a question is taken for the caption of a pair."""
+
+    def __init__(self, source: Source):
+        self.source = source
+        self.lengths, self.trained = [], 0  # in tokens, of the samples tokenised
+
+    def look(self, example: Example) -> Sequence[ImageRef]:
+        """The pictures that training opens."""
+        _answered(checked(example), lambda turns: render(TEMPLATES["short"], turns))
+        return example.images if example.question else checked_pair(example).images
+
+    def tokenise(self, index: int) -> None:
+        """Nothing without a tokenizer."""
+
+    def decode(self, index: int) -> None:
+        """Opens the example's pictures whole, and lays its regions on them."""
+        from mmkit.data.building import check_regions
+
+        example = self.source[index]
+        try:
+            check_regions(example, range(len(example.regions)), [open_image(ref).size for ref in example.images])
+        except ImageError as error:
+            raise BadRecord(error.message, key=example.key, source=example.source, reason=error.reason) from None
+
+
+class _Pairs(_AnyModel):
+    """What a contrastive model asks, by `building.ClipBuilder`."""
+
+    def __init__(self, source: Source):
+        import torch
+
+        from mmkit.data.building import ClipBuilder, Pictures
+
+        super().__init__(source)
+        self.builder = ClipBuilder(_alone(source), Pictures([lambda image: torch.zeros(1)]), None, seed=0, train=True)
+
+    def look(self, example: Example) -> Sequence[ImageRef]:
+        return checked_pair(example).images[:1]
+
+    def decode(self, index: int) -> None:
+        self.builder.load(index, epoch=0)
+
+
+class _Conversations(_AnyModel):
+    """What a vision-language model asks, by `planning.ConversationPlan` and `building.VlmBuilder`."""
+
+    def __init__(self, source: Source, data: DataConfig, model: VlmConfig, formatter: Formatter):
+        from mmkit.data.building import Pictures, VlmBuilder
+        from mmkit.data.planning import ConversationPlan
+
+        super().__init__(source)
+        self.mixture = _alone(source)
+        self.plan = ConversationPlan(self.mixture, data, model, formatter, seed=0, train=True, megabatch=1)
+        self.builder = VlmBuilder(self.mixture, model, Pictures([]), seed=0, train=True)
+
+    def look(self, example: Example) -> Sequence[ImageRef]:
+        _answered(checked(example), self.plan.formatter.render)
+        return example.images
+
+    def tokenise(self, index: int) -> None:
+        example = self._drawn(index)
+        member = self.plan.encode(index, example)
+        self.lengths.append(member.length)
+        self.trained += int(member.encoded.trained.sum())
+        self.plan.check_limits(member, example)
+
+    def decode(self, index: int) -> None:
+        from mmkit.data.packing import Item
+
+        problems: list = []
+        self.builder.load_row((Item((self.plan.encode(index, self._drawn(index)),)),), 0, problems)
+        if problems:
+            raise BadRecord(problems[0].message, key=problems[0].key, source=problems[0].source, reason=problems[0].reason)
+
+    def _drawn(self, index: int) -> Example:
+        from mmkit.data.building import drawn
+
+        return drawn(self.mixture, index, seed=0, epoch=0, train=True)
+
+
+def _alone(source: Source) -> Mixture:
+    return Mixture([SourceConfig(name=source.name, format="llava", path="-")], [source])
+
+
+def _answered(example: Example, render_turns: Callable[[Sequence], Rendered]) -> None:
+    """BadRecord where roles are out of order or no answer is to be learned; tokens are not needed to tell."""
+    try:
+        spans = render_turns(example.turns).spans
+    except ValueError as error:
+        raise BadRecord(str(error), key=example.key, source=example.source, reason="turns") from None
+    if not spans:
+        message = "no answer to learn from; it needs an answer that is not empty"
+        raise BadRecord(message, key=example.key, source=example.source, reason="no supervised token")
 
 
 def nearest_path(path: str) -> str | None:
@@ -217,9 +383,9 @@ def nearest_path(path: str) -> str | None:
     return str(place)
 
 
-def _spread(n: int, wanted: int) -> set[int]:
+def _spread(n: int, wanted: int) -> np.ndarray:
     """Up to ``wanted`` numbers of 0..n-1, evenly apart."""
-    return set(np.linspace(0, n - 1, min(n, wanted)).astype(int).tolist()) if n else set()
+    return np.unique(np.linspace(0, n - 1, min(n, wanted)).astype(np.int64)) if n else np.zeros(0, dtype=np.int64)
 
 
 def write_json(report: Report | Sequence[Report], path: str | os.PathLike) -> None:

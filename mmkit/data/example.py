@@ -142,3 +142,11 @@ def checked(example: Example) -> Example:
             f"a region points at image {outside[0]} of {len(example.images)}", key=example.key, source=example.source, reason="region count"
         )
     return example
+
+
+def checked_pair(example: Example) -> Example:
+    """The example itself, or BadRecord where a contrastive model has no picture or no words of it to learn from."""
+    if not example.images or not example.caption.strip():
+        what = "image" if not example.images else "caption"
+        raise BadRecord(f"has no {what}", key=example.key, source=example.source, reason=f"missing {what}")
+    return example

@@ -16,7 +16,7 @@ from mmkit.config import ConfigError, DataConfig, VlmConfig
 from mmkit.data.batches import N_TARGETS, Problem, Shape, Slots
 from mmkit.data.building import Task, drawn
 from mmkit.data.conversation import Formatter
-from mmkit.data.example import BadRecord, ImageRef
+from mmkit.data.example import BadRecord, Example, ImageRef
 from mmkit.data.images import ImageError, image_size
 from mmkit.data.mixture import Mixture, Order
 from mmkit.data.packing import Item, Limits, Member, Row, bucket_size, first_fit, items_of, power_of_two, row_length
@@ -148,7 +148,9 @@ class ConversationPlan(ExamplePlan):
         if index in self._encoded:
             return self._encoded[index]
         try:
-            member = self._encode(index, epoch)
+            example = drawn(self.mixture, index, self.seed, epoch, self.train)
+            member = self.encode(index, example)
+            self.check_limits(member, example)
         except BadRecord as error:
             self.problems.append(Problem(error.key, self.mixture.source_name(index), error.reason, error.message))
             return None
@@ -156,19 +158,21 @@ class ConversationPlan(ExamplePlan):
             self._encoded[index] = member
         return member
 
-    def _encode(self, index: int, epoch: int) -> Member:
-        example = drawn(self.mixture, index, self.seed, epoch, self.train)
+    def encode(self, index: int, example: Example) -> Member:
+        """A drawn example on its way into a row; BadRecord where it has nothing to learn from."""
         encoded = self.formatter.encode(example)
         slots = tuple(self._slots(ref, example.key, example.source) for ref in example.images)
-        member = Member(index, encoded, tuple(ref.identity for ref in example.images), slots)
+        return Member(index, encoded, tuple(ref.identity for ref in example.images), slots)
+
+    def check_limits(self, member: Member, example: Example) -> None:
+        """BadRecord where no row can hold it."""
         for reason, needed, limit, setting in (
             ("too long", member.length, self.limits.tokens, "max_length"),
-            ("too many images", len(slots), self.limits.images, "max_images"),
-            ("too many regions", len(encoded.regions), self.limits.regions, "max_regions"),
+            ("too many images", len(member.slots), self.limits.images, "max_images"),
+            ("too many regions", len(member.encoded.regions), self.limits.regions, "max_regions"),
         ):
             if needed > limit:
                 raise BadRecord(f"needs {needed}, more than data.{setting} {limit}", key=example.key, source=example.source, reason=reason)
-        return member
 
     def _slots(self, ref: ImageRef, key: str, source: str) -> int:
         if not self.slots.crops:

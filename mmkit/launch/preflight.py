@@ -11,14 +11,18 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from mmkit.config import ConfigError, RunConfig, SourceConfig, load
+from mmkit.config import ConfigError, DataConfig, RunConfig, SourceConfig, load
 from mmkit.sharding.plan import Machine, Part, Plan, accelerator, count_parts, make_plan, size
 
-TRAINING = "training"
+if TYPE_CHECKING:
+    from mmkit.data.check import Report
+    from mmkit.data.conversation import Formatter
+
+TRAINING, VALIDATION = "training", "validation"
 CPU_FLOPS = 5e10  # a core's rate in fp32 matrix products; half precision is slower or faster with the processor
 
 
@@ -213,7 +217,7 @@ def data_rows(run: RunConfig) -> tuple[list[dict[str, Any]], int | None]:
     for source, use in sources_of(run):
         row = {"source": source.name, "use": use, "format": source.format, "path": source.path}
         try:
-            _, examples = looked_at(source, run.data, run.model)
+            _, examples = looked_at(source, data_for(run, use), run.model)
         except (ConfigError, OSError, ValueError) as error:
             if not run.dry_run:
                 raise ConfigError(f"{use} source {source.name!r}: {error}") from None
@@ -226,34 +230,95 @@ def data_rows(run: RunConfig) -> tuple[list[dict[str, Any]], int | None]:
 
 def sources_of(run: RunConfig) -> list[tuple[SourceConfig, str]]:
     """Every source of a run with what it is used for."""
-    return [*((source, TRAINING) for source in run.data.sources), *((source, "validation") for source in run.data.validation)]
+    return [*((source, TRAINING) for source in run.data.sources), *((source, VALIDATION) for source in run.data.validation)]
+
+
+def data_for(run: RunConfig, use: str) -> DataConfig:
+    """The settings under which the run reads its training or its held-out sources."""
+    from mmkit.data.readers import held_out
+
+    return run.data if use == TRAINING else held_out(run.data)
 
 
 def check_examples(run: RunConfig, decode: int = 64) -> list[dict[str, Any]]:
-    """One row a source: examples, how many of ``decode`` spread over it open and decode whole, and the first thing wrong.
+    """`source_rows` of `check_sources`, for a data notebook."""
+    return source_rows(run, check_sources(run, decode))
 
-    A source that is not here is a row of its own, so that a data notebook can show it; nothing is raised.
-    """
-    from mmkit.data.images import image_size, open_image
-    from mmkit.data.loader import looked_at
 
+def source_rows(run: RunConfig, reports: Sequence[Report]) -> list[dict[str, Any]]:
+    """One row a source: examples, how many were decoded whole, how many are bad, the first fault, what training will do."""
     rows = []
-    for config, use in sources_of(run):
-        row = {"source": config.name, "use": use, "format": config.format, "path": config.path}
-        row |= {"examples": 0, "opened": 0, "bad": 0, "first fault": ""}
-        try:
-            source, row["examples"] = looked_at(config, run.data, run.model)
-        except (ValueError, OSError) as error:
-            rows.append(row | {"bad": 1, "first fault": str(error).splitlines()[0]})
-            continue
-        for place in range(0, len(source), max(len(source) // decode, 1))[:decode] if decode else ():
-            try:
-                for picture in source[place].images:
-                    open_image(picture)
-                    image_size(picture)
-                row["opened"] += 1
-            except (ValueError, OSError) as error:
-                row["bad"] += 1
-                row["first fault"] = row["first fault"] or str(error).splitlines()[0]
-        rows.append(row)
+    for (config, use), report in zip(sources_of(run), reports, strict=True):
+        row = {"source": config.name, "use": use, "format": config.format, "path": config.path, "examples": report.examples}
+        faults = [text for what in (*report.faults, *report.left_out) for text in report.shown[what]]
+        first = next(iter([*report.refused.splitlines(), *faults]), "")
+        row |= {"opened": report.decoded, "bad": report.bad or int(bool(report.refused)), "first fault": first}
+        rows.append(row | {"training": "would stop" if report.would_fail else "ready"})
     return rows
+
+
+def check_sources(run: RunConfig, decode: int = 64) -> list[Report]:
+    """The report of every source of a run; those of one mixture are judged together, as training counts what it cannot use.
+
+    Nothing is raised: a source that is not here has a report that says so, so that a data notebook can show it.
+    """
+    from mmkit.data.check import Report
+
+    formatter, missing = _formatter(run)
+    reports = []
+    for config, use in sources_of(run):
+        try:
+            report = check_source(run, config, use, decode, formatter)
+            report.refused = report.refused or missing
+        except (ValueError, OSError) as error:
+            report = Report(config.name, refused=str(error))
+        reports.append(report)
+    _judge(run, reports)
+    return reports
+
+
+def check_source(run: RunConfig, config: SourceConfig, use: str = TRAINING, decode: int = 64, formatter: Formatter | None = None) -> Report:
+    """The report of one source of a run; ConfigError where it is not here.
+
+    Without a ``formatter`` conversations are checked for what every model asks of them. Of a stream the first shards are looked at.
+    """
+    from mmkit.data.check import check, opened
+    from mmkit.data.loader import looked_at
+    from mmkit.data.stream import streamed
+
+    data, contrastive = data_for(run, use), run.model.kind == "clip"
+    stream = use == TRAINING and contrastive and not data.cache_features and streamed(data) is not None
+    if stream:
+        (source, examples), refused = looked_at(config, data, run.model), ""
+    else:
+        source, refused = opened(config, data)
+        examples = len(source)
+    report = check(source, data, run.model, formatter, decode=decode, streamed=stream, refused=refused)
+    report.examples = examples
+    return report
+
+
+def _formatter(run: RunConfig) -> tuple[Formatter | None, str]:
+    """(what tokenises the run's conversations, why there is nothing that could)."""
+    from mmkit.notebook.data_view import formatter_of
+
+    try:
+        return (formatter_of(run) if run.model.kind == "vlm" else None), ""
+    except (ValueError, OSError) as error:
+        return None, str(error)
+
+
+def _judge(run: RunConfig, reports: list[Report]) -> None:
+    """Judges the reports of `sources_of` by the samples an epoch takes of each, training and validation apart."""
+    from mmkit.data.check import judge_together
+    from mmkit.data.mixture import Mixture
+
+    uses = [use for _, use in sources_of(run)]
+    for use in dict.fromkeys(uses):
+        mine, data = [report for report, its in zip(reports, uses, strict=True) if its == use], data_for(run, use)
+        sizes = [report.examples for report in mine]
+        try:  # a mixture of anything as long: it refuses what training's would
+            judge_together(mine, Mixture(data.sources, list(map(range, sizes)), data.samples_per_epoch).wanted if all(sizes) else sizes)
+        except ConfigError as error:
+            for report in mine:
+                report.refused, report.would_fail = report.refused or str(error), True

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from mmkit.config import ConfigError, load
+from mmkit.config import ConfigError, changed, load
 from mmkit.launch import preflight as before
 from mmkit.launch.preflight import (
     check_examples,
+    check_sources,
     count,
     data_rows,
     host_memory,
@@ -19,6 +22,7 @@ from mmkit.launch.preflight import (
     this_machine,
 )
 from mmkit.sharding.plan import GIB, Machine, TooLargeError
+from tests.training.tiny_clip import clip_run, shards
 
 LAPTOP = Machine("laptop", 1, 16 * GIB, 1e11, shared=True)
 
@@ -80,6 +84,45 @@ def test_undecodable_pictures_are_counted_with_the_first_fault(tmp_path):
     source = [{"name": "mine", "format": "llava", "path": str(tmp_path / "data.json"), "images": str(tmp_path)}]
     [row] = check_examples(load("8b-debug", "pretrain", {"data.sources": source}))
     assert (row["examples"], row["opened"], row["bad"]) == (1, 0, 1) and "broken.jpg" in row["first fault"]
+
+
+def llava_run(tmp_path, name, paths, **more):
+    from PIL import Image
+
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    turns = [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "a kite"}]
+    (tmp_path / f"{name}.json").write_text(json.dumps([{"id": k, "image": path, "conversations": turns} for k, path in enumerate(paths)]))
+    return {"name": name, "format": "llava", "path": str(tmp_path / f"{name}.json"), "images": str(tmp_path)} | more
+
+
+def test_every_path_is_tested_and_the_share_in_the_mixture_decides(tmp_path):
+    half = llava_run(tmp_path, "half", ["a.png", "no.png"] * 64)
+    one = llava_run(tmp_path, "one", ["no.png", *["a.png"] * 400])
+    rows = check_examples(load("8b-debug", "pretrain", {"data.sources": [half]}))
+    assert [(row["bad"], row["training"]) for row in rows] == [(64, "would stop")] and "no.png" in rows[0]["first fault"]
+    rows = check_examples(load("8b-debug", "pretrain", {"data.sources": [one]}))
+    assert [(row["bad"], row["training"]) for row in rows] == [(1, "ready")]
+    few = half | {"weight": 0.01}
+    rows = check_examples(load("8b-debug", "pretrain", {"data.sources": [few, one]}))
+    assert [(row["bad"], row["training"]) for row in rows] == [(64, "ready"), (1, "ready")]
+    rows = check_examples(load("8b-debug", "pretrain", {"data.sources": [one, one]}))
+    assert {row["training"] for row in rows} == {"would stop"} and "more than once" in rows[0]["first fault"]
+
+
+def test_conversations_are_checked_without_a_tokenizer_and_its_absence_is_told(tmp_path, monkeypatch):
+    def missing(run):
+        raise ConfigError("no tokenizer here")
+
+    monkeypatch.setattr("mmkit.notebook.data_view.formatter_of", missing)
+    [report] = check_sources(load("8b-debug", "pretrain", {"data.sources": [llava_run(tmp_path, "one", ["no.png", "a.png"])]}))
+    assert report.faults == {"missing image": 1} and report.refused == "no tokenizer here" and report.would_fail
+
+
+def test_held_out_shards_beside_a_stream_are_looked_at_as_they_are_read(tmp_path):
+    run = clip_run(tmp_path, shards(tmp_path / "a", n=24), shards(tmp_path / "b", n=12))
+    run = changed(run, data__resampled=True, data__samples_per_epoch=1000)
+    assert [row["examples"] for row in data_rows(run)[0]] == [1000, 12]
+    assert [(row["examples"], row["training"]) for row in check_examples(run)] == [(1000, "ready"), (12, "ready")]
 
 
 def test_overview_says_what_fits_here():
