@@ -125,7 +125,7 @@ def _of_array(ref: ImageRef, corner: bool = False) -> Image.Image:
 
 
 def _absent(ref: ImageRef, error: FileNotFoundError) -> ImageError:
-    """Of a file that is not there, or a URL that did not answer: fsspec calls both FileNotFoundError and gives a cause only for the latter."""
+    """Of a file that is not there, or of a URL that did not answer: fsspec calls both FileNotFoundError, the latter with a cause."""
     cause = error.__cause__
     if cause is None or isinstance(cause, FileNotFoundError):
         return ImageError(f"image {_name(ref)} does not exist", "missing image")

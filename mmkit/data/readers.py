@@ -35,13 +35,12 @@ class RecordSource:
         return len(self.records)
 
     def __getitem__(self, index: int) -> Example:
-        record = self._record(index)
-        return example_of(record, key_of(record, index), self.name, self.folder)
+        return self._made(index, lambda record, key: example_of(record, key, self.name, self.folder))
 
     def group(self, index: int) -> tuple[str, ...]:
         """Identities of the example's pictures, without building it; none where the record cannot be read."""
         try:
-            return tuple(ref.identity for ref in images_of(self._record(index), self.folder))
+            return self._made(index, lambda record, _: tuple(ref.identity for ref in images_of(record, self.folder)))
         except BadRecord:
             return ()
 
@@ -57,11 +56,22 @@ class RecordSource:
         """``groups`` (`group` as a number) and ``lengths`` of all examples, (n,) int64 each; read once and kept where reading is slow."""
         return facts(self.records, lambda index: (self.group(index), self.length(index)), f"{type(self).__name__} {self.folder}")
 
-    def _record(self, index: int) -> dict[str, Any]:
-        record = self.records[index]
-        if not isinstance(record, dict):
-            raise BadRecord(f"is a {type(record).__name__}, not an object", key=f"record {index + 1}", source=self.name, reason="no JSON")
-        return record
+    def _made(self, index: int, make: Callable[[dict[str, Any], str], Any]) -> Any:
+        """``make`` of a record and its key. Whatever one record is like, its failure is a BadRecord that names it and ends no run."""
+        if index >= len(self.records):
+            raise IndexError(f"record {index} of {len(self.records)} in {self.name!r}")
+        key = f"record {index + 1}"
+        try:
+            record = self.records[index]
+            if not isinstance(record, dict):
+                raise BadRecord(f"is a {type(record).__name__}, not an object", reason="no JSON")
+            key = key_of(record, index)
+            return make(record, key)
+        except BadRecord as error:
+            raise BadRecord(error.message, key=error.key or key, source=error.source or self.name, reason=error.reason) from error.__cause__
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            message = f"cannot be read ({type(error).__name__}: {error})"
+            raise BadRecord(message, key=key, source=self.name, reason="unreadable record") from error
 
 
 class GritSource(RecordSource):
@@ -72,8 +82,7 @@ class GritSource(RecordSource):
 
     def draw(self, index: int, rng: np.random.Generator | None) -> Example:
         """The example with its user's regions as points or boxes, chosen by ``rng``; as boxes without it."""
-        record = self._record(index)
-        return grit_example(record, key_of(record, index), self.name, self.folder, rng)
+        return self._made(index, lambda record, key: grit_example(record, key, self.name, self.folder, rng))
 
 
 def open_source(config: SourceConfig, data: DataConfig | None = None) -> Source:

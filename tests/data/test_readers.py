@@ -71,6 +71,62 @@ def test_chat_messages_with_typed_parts(tmp_path):
     assert llava(tmp_path, [{"messages": messages, "image": "a.jpg"}])[0].turns[0].text == "<image>\nwhat?"
 
 
+def test_answers_may_be_texts_numbers_or_several_and_columns_of_other_rows_are_null(tmp_path):
+    empty = {"question": None, "answer": None, "conversations": None}
+    records = [{"question": "q", "answer": 3}, {"question": "q", "answer": None, "answers": ["x", "y"]}, {"answer": "x"}, empty | {"caption": "x"}]
+    records.append({"caption": ["x", "y"]})
+    source = llava(tmp_path, records)
+    assert [source[k].turns[-1].text for k in range(5)] == ["3", "x", "x", "x", "x"]
+
+
+GPT = [{"from": "gpt", "value": "x"}]
+
+
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        ({"question": "q", "answer": None}, "its answer is null, not text"),
+        ({"question": "q", "answer": float("nan")}, "its answer is nan, not text"),
+        ({"question": "q", "answers": []}, r"its answer is \[\], not text"),
+        ({"question": "q", "answers": [{"answer": "x"}]}, "its answer is {'answer': 'x'}, not text"),
+        ({"question": None, "answer": "x"}, "its question is null, not text"),
+        ({"question": None, "answer": None}, r"has no text: it has answer \(null\), id, question \(null\); it needs"),
+        ({"caption": [None]}, "its caption is null, not text"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "a part of a message is 'hi', not an object"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "its message part is null, not text"),
+        ({"messages": [{"role": "user", "content": {"text": "hi"}}]}, "its message is {'text': 'hi'}, not text"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, r"a message is from \['user'\]; it must be one of"),
+        ({"messages": [{"role": "user", "content": "a \ud800 b"}]}, "its message has half of a surrogate pair"),
+        ({"conversations": GPT, "image": [["a.png"]]}, r"its image is \['a.png'\]; give a path"),
+        ({"conversations": GPT, "image": {"src": "a.png"}}, "its image is {'src': 'a.png'}; give a path"),
+        ({"conversations": GPT, "image": {"bytes": None, "path": None}}, "its image is .*; give a path"),
+    ],
+)
+def test_a_record_that_would_teach_none_or_stop_the_run_is_a_bad_record(tmp_path, record, message):
+    source = llava(tmp_path, [{"id": "b"} | record])
+    with pytest.raises(BadRecord, match="s: sample 'b': " + message):
+        source[0]
+    assert source.length(0) == 0 and isinstance(source.group(0), tuple)
+
+
+def test_any_other_failure_of_one_record_names_it_and_keeps_its_cause(monkeypatch):
+    class Rows(list):
+        def __getitem__(self, index):
+            if index == 0:
+                raise KeyError("column")
+            return super().__getitem__(index)
+
+    source = RecordSource("s", Rows([{}, {"id": "b", "caption": "x"}]), None)
+    with pytest.raises(BadRecord, match=r"s: sample 'record 1': cannot be read \(KeyError: 'column'\)") as caught:
+        source[0]
+    assert isinstance(caught.value.__cause__, KeyError) and caught.value.reason == "unreadable record"
+    with pytest.raises(IndexError, match="record 2 of 2 in 's'"):
+        source[2]
+    monkeypatch.setattr("mmkit.data.readers.example_of", lambda *_: None.text)
+    with pytest.raises(BadRecord, match="sample 'b': cannot be read .AttributeError"):
+        source[1]
+
+
 # ---------------------------------------------------------------- JSONL index
 
 
@@ -195,6 +251,27 @@ def test_grit_mention_of_a_missing_box_is_refused(tmp_path):
     source = llava(tmp_path, [GRIT | {"box_x1y1x2y2": [[[1, 2, 3, 4]], []]}], format="grit")
     with pytest.raises(BadRecord, match="box 1 of a message with 1"):
         source[0]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"conversations": None}, "its conversation is null, not a list of messages"),
+        ({"box_x1y1x2y2": [[[1, 2, 3], [1, 2, 3]], []]}, r"a box is \[1, 2, 3\]; give four numbers"),
+        ({"box_x1y1x2y2": [[["1", "2", "3", "4"]] * 2, []]}, r"a box is \['1', '2', '3', '4'\]; give four numbers"),
+        ({"box_x1y1x2y2": [[[1, 2, 3, float("nan")]] * 2, []]}, "a box is .*; give four numbers"),
+        ({"box_x1y1x2y2": [[1, 2, 3, 4], []]}, "a box is 2; give four numbers"),
+        ({"masks": [[{"size": [70, 100], "counts": [3, 5]}] * 2, []]}, "mask runs add up to 8 pixels"),
+        ({"masks": [[{"size": [70, 100]}] * 2, []]}, "a mask is {'size': .*; give an array or"),
+        ({"masks": [[{"size": [70, 100], "counts": ["3"]}] * 2, []]}, "a mask is .*; give an array or"),
+        ({"masks": [[{"size": [70, 100], "counts": "o"}] * 2, []]}, "a mask is .*; give an array or"),
+        ({"image_w": "wide"}, "cannot be read .ValueError: invalid literal"),
+    ],
+)
+def test_a_grit_record_with_a_wrong_part_is_a_bad_record(tmp_path, change, message):
+    source = llava(tmp_path, [GRIT | change], format="grit")
+    with pytest.raises(BadRecord, match="s: sample 'g': " + message):
+        [source.draw(0, np.random.default_rng(seed)) for seed in range(9)]  # a mask is looked at where a point is drawn
 
 
 @pytest.mark.parametrize("delimiter", [",", "\t"])
