@@ -13,6 +13,7 @@ from PIL import Image
 from mmkit.config import ConfigError, DataConfig, SourceConfig
 from mmkit.data import record_facts
 from mmkit.data.example import BadRecord, checked
+from mmkit.data.images import ImageError, open_image
 from mmkit.data.jsonl_index import JsonLines, line_index
 from mmkit.data.mixture import ListSource, Mixture, group_numbers
 from mmkit.data.readers import READERS, RecordSource, open_mixture, open_source, records_of
@@ -197,6 +198,20 @@ def test_wrong_files_are_config_errors(tmp_path):
     (tmp_path / "x.json").write_text("[1, 2")
     with pytest.raises(ConfigError, match="x.json is no JSON"):
         records_of(tmp_path / "x.json")
+    for content in (b"", b"\n \n", b"\xef\xbb\xbf"):
+        (tmp_path / "x.jsonl").write_bytes(content)
+        with pytest.raises(ConfigError, match="x.jsonl is empty; it needs one JSON object a line"):
+            records_of(tmp_path / "x.jsonl")
+    for mark in (b"", b"\xef\xbb\xbf"):  # one object over several lines, as an editor or another tool writes it
+        (tmp_path / "x.json").write_bytes(mark + json.dumps({"a": [1]}, indent=1).encode())
+        with pytest.raises(ConfigError, match="neither JSONL"):
+            records_of(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("format", ["llava", "grit", "csv", "parquet"])
+def test_urls_are_called_urls_and_not_missing_files(format):
+    with pytest.raises(ConfigError, match="http://127.0.0.1:9/x.json is a URL"):
+        open_source(SourceConfig(name="s", format=format, path="http://127.0.0.1:9/x.json"))
 
 
 # ---------------------------------------------------------------- other formats
@@ -285,6 +300,48 @@ def test_csv_pairs_pictures_with_captions(tmp_path, delimiter):
     assert example.caption == 'a "red", kite' and example.images[0].data == str(tmp_path / "a.png") and len(source) == 2
 
 
+def csv_source(tmp_path, content, **settings):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return open_source(SourceConfig(name="c", format="csv", path=str(path), **settings))
+
+
+def test_csv_rows_of_another_number_of_cells_are_bad_records_that_name_the_line(tmp_path):
+    source = csv_source(tmp_path, 'image,question,answer\n\na.png,"what\nnow",x\na.png,a red, kite,x\na.png,what\n')
+    assert source[0].turns[-1].text == "x" and len(source) == 3
+    with pytest.raises(BadRecord, match="c: sample 'record 2': line 5 of .*rows.csv has 4 cells for 3 columns; put quotes"):
+        source[1]
+    with pytest.raises(BadRecord, match="'record 3': line 6 of .* has 2 cells for 3 columns"):
+        source[2]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ('image,title\nb.png,x\na.png,"one\n' + "a.png,c\n" * 20, "rows.csv line 23: unexpected end of data; the row begins in line 3. A cell"),
+        ('image,title\na.png,"one" two\n', "rows.csv line 2: ',' expected after '\"'; the row begins in line 2"),
+        ("image,title\na.png,x\na.png,caf\xe9\n".encode("latin1"), "rows.csv line 3 is not UTF-8; save the file as UTF-8"),
+        ("image,title\na.png," + "x" * 300 + "\n", "rows.csv line 2: field larger than field limit .200.; the row begins in line 2"),
+        ("", "the first line of .* is ''; it needs columns"),
+    ],
+)
+def test_csv_files_that_cannot_be_cut_into_rows_are_named_with_the_line(tmp_path, monkeypatch, content, message):
+    monkeypatch.setattr("mmkit.data.readers.LONGEST_CELL", 200)
+    before = csv.field_size_limit()
+    with pytest.raises(ConfigError, match="data.sources 'c': .*" + message):
+        csv_source(tmp_path, content)
+    assert csv.field_size_limit() == before
+
+
+def test_csv_cells_may_be_longer_than_the_csv_module_allows(tmp_path):
+    assert len(csv_source(tmp_path, "image,title\na.png," + "x" * 200_000)[0].caption) == 200_000
+
+
+def test_filters_are_refused_where_they_would_do_nothing(tmp_path):
+    with pytest.raises(ConfigError, match="'c': filters look at the metadata of tar shards and would do nothing for format 'csv'"):
+        csv_source(tmp_path, "image,title\na.png,x\n", filters=[{"key": "punsafe", "op": "<", "value": 0.5}])
+
+
 def test_parquet_with_encoded_pictures(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setenv("MMKIT_CACHE", str(tmp_path / "cache"))
@@ -298,6 +355,23 @@ def test_parquet_with_encoded_pictures(tmp_path, monkeypatch):
     example = checked(source[1])
     assert isinstance(example.images[0].data, bytes) and example.turns[0].text == "<image>\nwhich colour?"
     assert example.turns[1].text == "blue" and len(source) == 2
+
+
+def test_parquet_lists_of_pictures_stay_encoded_so_that_a_damaged_one_is_one_bad_record(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("MMKIT_CACHE", str(tmp_path / "cache"))
+    cells = [[{"bytes": b"\x89PNG cut", "path": None}], [{"bytes": b"\x89PNG", "path": None}] * 2]
+    features = datasets.Features({"images": datasets.List(datasets.Image()), "caption": datasets.Value("string")})
+    datasets.Dataset.from_dict({"images": cells, "caption": ["x", "y"]}, features=features).to_parquet(str(tmp_path / "a.parquet"))
+    source = open_source(SourceConfig(name="p", format="parquet", path=str(tmp_path)))
+    assert [[ref.data for ref in source[k].images] for k in range(2)] == [[b"\x89PNG cut"], [b"\x89PNG"] * 2]
+    with pytest.raises(ImageError, match="no known image format"):
+        open_image(source[0].images[0])
+    assert pickle.loads(pickle.dumps(source))[1].caption == "y"
+
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-30])
+    with pytest.raises(ConfigError, match="data.sources 'p': .*/b.parquet cannot be read as parquet .*magic bytes not found"):
+        open_source(SourceConfig(name="p", format="parquet", path=str(tmp_path)))
 
 
 def test_missing_parquet_and_text_are_named(tmp_path):
