@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from mmkit.config import ConfigError, DataConfig, SourceConfig
-from mmkit.data import record_facts
+from mmkit.data import readers, record_facts
 from mmkit.data.example import BadRecord, checked
 from mmkit.data.images import ImageError, open_image
 from mmkit.data.jsonl_index import JsonLines, line_index
@@ -212,6 +212,36 @@ def test_wrong_files_are_config_errors(tmp_path):
 def test_urls_are_called_urls_and_not_missing_files(format):
     with pytest.raises(ConfigError, match="http://127.0.0.1:9/x.json is a URL"):
         open_source(SourceConfig(name="s", format=format, path="http://127.0.0.1:9/x.json"))
+
+
+def stamp(path, content):
+    path.write_bytes(content)
+    return open_source(SourceConfig(name="s", format="llava", path=str(path))).fingerprint
+
+
+def test_a_fingerprint_tells_edits_that_keep_the_size_but_not_copies(tmp_path, monkeypatch):
+    lines = [json.dumps({"id": f"{k:03}", "conversations": CHAT}).encode() for k in range(300)]
+    (tmp_path / "copy").mkdir()
+    first, path = stamp(tmp_path / "a.jsonl", b"\n".join(lines)), tmp_path / "copy" / "b.jsonl"
+    assert stamp(path, b"\n".join(lines)) == first
+    swapped = [lines[1], lines[0], *lines[2:]]
+    assert len({first, stamp(path, b"\n".join(swapped)), stamp(path, b"\n".join(lines[::-1])), stamp(path, b"\n".join(lines[:-1]))}) == 4
+    monkeypatch.setattr("mmkit.data.readers.STAMP_BLOCK", 100)  # of a file that is too large to be read whole: head, tail and between
+    monkeypatch.setattr("mmkit.data.readers.STAMP_BLOCKS", 8)
+    whole = b"\n".join(lines)
+    first = stamp(path, whole)
+    edited = [whole.replace(b"000", b"999"), whole[:-3] + b" }]", b"\n".join(lines[::-1])]
+    assert len({first, *(stamp(path, content) for content in edited)}) == 4 and stamp(path, whole) == first
+
+
+def test_many_files_share_the_bytes_that_a_fingerprint_reads(tmp_path, monkeypatch):
+    reads, files = [], [tmp_path / str(k) for k in range(300)]
+    [file.write_bytes(bytes(50)) for file in files]
+    monkeypatch.setattr("mmkit.data.readers.STAMP_BLOCK", 10)
+    monkeypatch.setattr("mmkit.data.readers.open", lambda *a: reads.append(a) or open(*a), raising=False)
+    before = readers._stamp(*map(str, files))
+    files[299].write_bytes(bytes(49) + b"x")  # a parquet file's directory is its tail
+    assert readers._stamp(*map(str, files)) != before and len(reads) == 600
 
 
 # ---------------------------------------------------------------- other formats
