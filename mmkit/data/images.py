@@ -6,8 +6,10 @@ every format and gives the images that the published preprocessing resizes. Ever
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
+import struct
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,11 @@ from mmkit.data.example import ImageRef
 
 MAX_PIXELS = 178_956_970  # Pillow's own limit for a decompression bomb; 512 MB as RGB
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # EXIF tag; values that swap width and height
+_WIDTH, _HEIGHT = 0x0100, 0x0101  # TIFF tags
+_DAMAGED = (  # what Pillow's decoders raise on damaged data; AVIF's RuntimeError, for one, is no OSError
+    OSError, SyntaxError, ValueError, EOFError, RuntimeError, TypeError, LookupError, ArithmeticError, AttributeError, struct.error,
+    Image.DecompressionBombError,
+)  # fmt: skip
 
 
 class ImageError(ValueError):
@@ -38,7 +45,7 @@ def open_image(ref: ImageRef, max_pixels: int = MAX_PIXELS) -> Image.Image:
     Raises ImageError for a missing, truncated, unknown or too large picture.
     """
     if isinstance(ref.data, np.ndarray):
-        return _to_rgb(Image.fromarray(ref.data))
+        return _to_rgb(_of_array(ref))
     image = _lazy(ref, max_pixels)
     try:
         with warnings.catch_warnings():
@@ -47,7 +54,7 @@ def open_image(ref: ImageRef, max_pixels: int = MAX_PIXELS) -> Image.Image:
             if _orientation(image) not in (None, 1):
                 image = ImageOps.exif_transpose(image)
             return _to_rgb(image)
-    except (OSError, SyntaxError, ValueError, EOFError) as error:  # what Pillow's decoders raise on damaged data
+    except _DAMAGED as error:
         reason = "truncated image" if "trunc" in str(error).lower() else "undecodable image"
         raise ImageError(f"image {_name(ref)} does not decode ({error})", reason) from None
 
@@ -55,9 +62,10 @@ def open_image(ref: ImageRef, max_pixels: int = MAX_PIXELS) -> Image.Image:
 def image_size(ref: ImageRef, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Upright (width, height), read from the header alone."""
     if isinstance(ref.data, np.ndarray):
+        _of_array(ref, corner=True)
         return ref.data.shape[1], ref.data.shape[0]
     image = _lazy(ref, max_pixels)
-    return image.size[::-1] if _orientation(image) in _TURNED else image.size
+    return image.size[::-1] if _orientation(image) in _TURNED and not _size_is_upright(image) else image.size
 
 
 def content_hash(ref: ImageRef) -> str:
@@ -66,6 +74,8 @@ def content_hash(ref: ImageRef) -> str:
     if isinstance(data, str | Path):
         try:
             data = _read(data)
+        except FileNotFoundError as error:
+            raise _absent(ref, error) from None
         except OSError as error:
             raise ImageError(f"image {_name(ref)} cannot be read ({error})", "missing image") from None
     elif not isinstance(data, bytes):
@@ -79,25 +89,47 @@ def _lazy(ref: ImageRef, max_pixels: int) -> Image.Image:
     data: Any = ref.data
     if isinstance(data, Image.Image):
         return data
+    if not isinstance(data, str | Path | bytes):
+        raise ImageError(f"an image is a {type(data).__name__}; give a path, a URL, encoded bytes, a Pillow image or an array")
     try:
         if isinstance(data, str) and "://" in data:
             data = _read(data)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             image = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data)
-    except FileNotFoundError:
-        raise ImageError(f"image {_name(ref)} does not exist", "missing image") from None
+    except FileNotFoundError as error:
+        raise _absent(ref, error) from None
     except Image.DecompressionBombError:
         raise ImageError(f"image {_name(ref)} has more than the allowed {max_pixels:,} pixels", "too large image") from None
     except UnidentifiedImageError:
         raise ImageError(f"image {_name(ref)} is of no known image format") from None
-    except (OSError, SyntaxError, ValueError) as error:
+    except _DAMAGED as error:
         raise ImageError(f"image {_name(ref)} cannot be opened ({error})") from None
     if image.width * image.height > max_pixels:
         raise ImageError(
             f"image {_name(ref)} has {image.width}x{image.height} pixels, more than the allowed {max_pixels:,}", "too large image"
         )
     return image
+
+
+def _of_array(ref: ImageRef, corner: bool = False) -> Image.Image:
+    """The picture of an array, or its first pixel, which tells as well whether its layout can be read."""
+    array = ref.data
+    if array.ndim > 1 and array.size:
+        with contextlib.suppress(*_DAMAGED):
+            return Image.fromarray(array[:1, :1] if corner else array)
+    raise ImageError(
+        f"image {_name(ref)} is an array of shape {array.shape} and type {array.dtype}; "
+        "give (height, width) of numbers or (height, width, 3 or 4) of uint8"
+    )
+
+
+def _absent(ref: ImageRef, error: FileNotFoundError) -> ImageError:
+    """Of a file that is not there, or of a URL that did not answer: fsspec calls both FileNotFoundError, the latter with a cause."""
+    cause = error.__cause__
+    if cause is None or isinstance(cause, FileNotFoundError):
+        return ImageError(f"image {_name(ref)} does not exist", "missing image")
+    return ImageError(f"image {_name(ref)} cannot be fetched ({type(cause).__name__}: {cause})", "unreachable image")
 
 
 def _orientation(image: Image.Image) -> int | None:
@@ -110,6 +142,11 @@ def _orientation(image: Image.Image) -> int | None:
         return image.getexif().get(_ORIENTATION)
     except (OSError, SyntaxError, ValueError, KeyError):  # damaged EXIF must not lose a good picture
         return None
+
+
+def _size_is_upright(image: Image.Image) -> bool:
+    """Whether Pillow has turned the size already: it does so for TIFF when it opens the file, from version 11.1 on."""
+    return image.format == "TIFF" and image.size != (image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT])
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

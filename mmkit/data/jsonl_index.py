@@ -61,7 +61,7 @@ class JsonLines:
         """The record of a line; BadRecord where it is no JSON object."""
         try:
             record = json.loads(self.line(number))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRecord(f"is no JSON ({error})", key=f"record {number + 1}", source=self.path, reason="no JSON") from None
         if not isinstance(record, dict):
             raise BadRecord(f"is a JSON {type(record).__name__}, not an object", key=f"record {number + 1}", source=self.path, reason="no JSON")

@@ -22,6 +22,8 @@ from mmkit.data.mixture import Mixture, Source, example_length
 from mmkit.data.record_facts import facts
 from mmkit.data.records import CAPTION_FIELDS, IMAGE_FIELDS, example_of, grit_example, images_of, key_of
 
+LONGEST_CELL = 1 << 24  # characters of a CSV cell; the csv module's own limit of 131,072 is less than a long conversation
+STAMP_BLOCK, STAMP_BLOCKS = 1 << 18, 256  # bytes read at a place and places, of all files of a source: 64 MiB
 LARGE_JSON = 1 << 26  # a JSON list beyond this size is rewritten once as JSONL in the cache, so that workers need not hold it
 
 
@@ -35,13 +37,12 @@ class RecordSource:
         return len(self.records)
 
     def __getitem__(self, index: int) -> Example:
-        record = self._record(index)
-        return example_of(record, key_of(record, index), self.name, self.folder)
+        return self._made(index, lambda record, key: example_of(record, key, self.name, self.folder))
 
     def group(self, index: int) -> tuple[str, ...]:
         """Identities of the example's pictures, without building it; none where the record cannot be read."""
         try:
-            return tuple(ref.identity for ref in images_of(self._record(index), self.folder))
+            return self._made(index, lambda record, _: tuple(ref.identity for ref in images_of(record, self.folder)))
         except BadRecord:
             return ()
 
@@ -57,11 +58,22 @@ class RecordSource:
         """``groups`` (`group` as a number) and ``lengths`` of all examples, (n,) int64 each; read once and kept where reading is slow."""
         return facts(self.records, lambda index: (self.group(index), self.length(index)), f"{type(self).__name__} {self.folder}")
 
-    def _record(self, index: int) -> dict[str, Any]:
-        record = self.records[index]
-        if not isinstance(record, dict):
-            raise BadRecord(f"is a {type(record).__name__}, not an object", key=f"record {index + 1}", source=self.name, reason="no JSON")
-        return record
+    def _made(self, index: int, make: Callable[[dict[str, Any], str], Any]) -> Any:
+        """``make`` of a record and its key. Whatever one record is like, its failure is a BadRecord that names it and ends no run."""
+        if index >= len(self.records):
+            raise IndexError(f"record {index} of {len(self.records)} in {self.name!r}")
+        key = f"record {index + 1}"
+        try:
+            record = self.records[index]
+            if not isinstance(record, dict):
+                raise BadRecord(f"is a {type(record).__name__}, not an object", reason="no JSON")
+            key = key_of(record, index)
+            return make(record, key)
+        except BadRecord as error:
+            raise BadRecord(error.message, key=error.key or key, source=error.source or self.name, reason=error.reason) from error.__cause__
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            message = f"cannot be read ({type(error).__name__}: {error})"
+            raise BadRecord(message, key=key, source=self.name, reason="unreadable record") from error
 
 
 class GritSource(RecordSource):
@@ -72,8 +84,7 @@ class GritSource(RecordSource):
 
     def draw(self, index: int, rng: np.random.Generator | None) -> Example:
         """The example with its user's regions as points or boxes, chosen by ``rng``; as boxes without it."""
-        record = self._record(index)
-        return grit_example(record, key_of(record, index), self.name, self.folder, rng)
+        return self._made(index, lambda record, key: grit_example(record, key, self.name, self.folder, rng))
 
 
 def open_source(config: SourceConfig, data: DataConfig | None = None) -> Source:
@@ -81,6 +92,11 @@ def open_source(config: SourceConfig, data: DataConfig | None = None) -> Source:
     reader = READERS.get(config.format)
     if reader is None:
         raise ConfigError(f"data.sources {config.name!r}: no format {config.format!r}{nearest(config.format, READERS)}; formats are {', '.join(READERS)}")
+    if config.filters and config.format != "webdataset":
+        raise ConfigError(
+            f"data.sources {config.name!r}: filters look at the metadata of tar shards and would do nothing for format {config.format!r}; "
+            "filter the file itself, or make shards of it (format webdataset)"
+        )
     return reader(config, data or DataConfig())
 
 
@@ -104,12 +120,11 @@ def held_out(data: DataConfig) -> DataConfig:
 
 def records_of(path: str | os.PathLike) -> Sequence[dict[str, Any]]:
     """Records of a JSONL file, or of a JSON file that holds a list; ConfigError otherwise."""
-    path = Path(path)
-    if not path.is_file():
-        near = nearest(path.name, [other.name for other in path.parent.glob("*")]) if path.parent.is_dir() else ""
-        raise ConfigError(f"data file {path} does not exist{near}")
+    path = _found(path, "data file")
     with path.open("rb") as file:
-        first = file.read(256).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+        first = file.read(1 << 16).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+    if not first:
+        raise ConfigError(f"data file {path} is empty; it needs one JSON object a line, or a JSON list of objects")
     if first == b"{" and not _is_one_object(path):
         return JsonLines(path)
     if first == b"[":
@@ -117,10 +132,21 @@ def records_of(path: str | os.PathLike) -> Sequence[dict[str, Any]]:
     raise ConfigError(f"data file {path} is neither JSONL (one object a line) nor a JSON list of objects; other formats are {', '.join(READERS)}")
 
 
+def _found(path: str | os.PathLike, what: str) -> Path:
+    """The path of a file on a disk; ConfigError, beginning with ``what``, where it is a URL or not there."""
+    if "://" in str(path):
+        raise ConfigError(f"{what} {path} is a URL, but this format is read from a disk; download it, or make shards of it (format webdataset)")
+    path = Path(path)
+    if not path.is_file():
+        near = nearest(path.name, [other.name for other in path.parent.glob("*")]) if path.parent.is_dir() else ""
+        raise ConfigError(f"{what} {path} does not exist{near}")
+    return path
+
+
 def _is_one_object(path: Path) -> bool:
     """Whether a file that starts like JSONL has its first object spread over several lines."""
     with path.open("rb") as file:
-        line = file.readline().strip()
+        line = file.readline().removeprefix(b"\xef\xbb\xbf").strip()
     try:
         json.loads(line)
     except ValueError:
@@ -163,19 +189,67 @@ def open_grit(config: SourceConfig, data: DataConfig) -> GritSource:
 
 def open_csv(config: SourceConfig, data: DataConfig) -> RecordSource:
     """A CSV or TSV file with a header: a picture column (filepath, image ...) and a caption, or question and answer."""
-    if not Path(config.path).is_file():
-        raise ConfigError(f"data.sources {config.name!r}: file {config.path} does not exist")
-    with open(config.path, newline="", encoding="utf-8-sig") as file:
-        header = file.readline()
-        file.seek(0)
-        reader = csv.DictReader(file, delimiter="\t" if "\t" in header else ",")
-        if not set(reader.fieldnames or ()) & {*IMAGE_FIELDS, *CAPTION_FIELDS, "answer"}:
-            raise ConfigError(
-                f"data.sources {config.name!r}: the first line of {config.path} is {header.strip()[:60]!r}; it needs columns, with commas or tabs "
-                f"between them: one of {', '.join(IMAGE_FIELDS)}, and one of {', '.join(CAPTION_FIELDS)} or question and answer"
-            )
-        rows = list(reader)
+    rows = CsvRows(_found(config.path, f"data.sources {config.name!r}: file"), config.name)
+    if not set(rows.header) & {*IMAGE_FIELDS, *CAPTION_FIELDS, "answer"}:
+        raise ConfigError(
+            f"data.sources {config.name!r}: the first line of {config.path} is {','.join(rows.header)[:60]!r}; it needs columns, with commas or tabs "
+            f"between them: one of {', '.join(IMAGE_FIELDS)}, and one of {', '.join(CAPTION_FIELDS)} or question and answer"
+        )
     return RecordSource(config.name, rows, _folder(config), _stamp(config.path))
+
+
+class CsvRows(Sequence):
+    """The rows of a CSV or TSV file as dictionaries, in memory. ConfigError where the file cannot be cut into rows."""
+
+    def __init__(self, path: Path, source: str):
+        self.path, self.header, self.rows = path, [], []
+        self.lines: dict[int, int] = {}  # of rows with too many or too few cells: number -> line of the file
+        begins, limit = 1, csv.field_size_limit(LONGEST_CELL)
+        try:
+            with path.open(newline="", encoding="utf-8-sig") as file:
+                delimiter = "\t" if "\t" in file.readline() else ","
+                file.seek(0)
+                reader = csv.reader(file, delimiter=delimiter, strict=True)  # else a quote left open swallows the rest of the file
+                for cells in reader:
+                    if not self.header:
+                        self.header = cells
+                    elif cells:
+                        if len(cells) != len(self.header):
+                            self.lines[len(self.rows)] = begins
+                        self.rows.append(cells)
+                    begins = reader.line_num + 1
+        except csv.Error as error:
+            raise ConfigError(
+                f"data.sources {source!r}: {path} line {reader.line_num}: {error}; the row begins in line {begins}. "
+                "A cell that begins with a quote must end with one, and quotes inside it are doubled"
+            ) from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"data.sources {source!r}: {path} line {_undecodable(path)} is not UTF-8; save the file as UTF-8") from None
+        finally:
+            csv.field_size_limit(limit)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> dict[str, str]:
+        """The row of a number; BadRecord where it has not one cell a column."""
+        cells = self.rows[number]
+        if number in self.lines:
+            counts = f"{len(cells)} cells for {len(self.header)} columns"
+            message = f"line {self.lines[number]} of {self.path} has {counts}; put quotes round a cell with a comma in it"
+            raise BadRecord(message, reason="cell count")
+        return dict(zip(self.header, cells, strict=True))
+
+
+def _undecodable(path: Path) -> int:
+    """Number of the first line that is not UTF-8."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 0
 
 
 def open_parquet(config: SourceConfig, data: DataConfig) -> RecordSource:
@@ -185,21 +259,46 @@ def open_parquet(config: SourceConfig, data: DataConfig) -> RecordSource:
     except ImportError:
         raise ConfigError(f"data.sources {config.name!r}: format parquet needs the `datasets` package; pip install mmkit[datasets]") from None
     path = config.path
+    if "://" in path:
+        raise ConfigError(f"data.sources {config.name!r}: {path} is a URL; give files on a disk, or the name of a Hugging Face data set")
     files = sorted(glob.glob(f"{path}/**/*.parquet", recursive=True) if os.path.isdir(path) else glob.glob(path))
-    datasets.disable_progress_bars()
-    if files:
-        table = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(cache_root() / "datasets"))
-    elif path.startswith((".", "/")) or path.endswith(".parquet"):
+    if not files and (path.startswith((".", "/")) or path.endswith(".parquet")):
         raise ConfigError(f"data.sources {config.name!r}: no parquet file at {path}")
-    else:
-        try:
+    datasets.disable_progress_bars()
+    try:
+        if files:
+            table = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(cache_root() / "datasets"))
+        else:
             table = datasets.load_dataset(path, split=config.split)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"data.sources {config.name!r}: the set {path!r} cannot be loaded ({error})") from None
-    for name, feature in table.features.items():
-        if isinstance(feature, datasets.Image):
-            table = table.cast_column(name, datasets.Image(decode=False))
-    return RecordSource(config.name, table, config.images, str(getattr(table, "_fingerprint", "")) if not files else " ".join(map(_stamp, files)))
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        what = f"{_damaged_parquet(files) or path} cannot be read as parquet" if files else f"the set {path!r} cannot be loaded"
+        raise ConfigError(f"data.sources {config.name!r}: {what} ({error.__cause__ or error})") from error
+    return RecordSource(config.name, TableRows(table), config.images, _stamp(*files) if files else str(getattr(table, "_fingerprint", "")))
+
+
+class TableRows(Sequence):
+    """The rows of a Hugging Face table as plain data: pictures stay encoded wherever they stand, in lists too."""
+
+    def __init__(self, table):
+        self.table = table.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self.table[number].to_pylist()[0]
+
+
+def _damaged_parquet(files: Sequence[str]) -> str | None:
+    """The first file whose directory, which stands at its end, cannot be read."""
+    import pyarrow.parquet
+
+    for file in files:
+        try:
+            pyarrow.parquet.read_metadata(file)
+        except (OSError, pyarrow.ArrowException):
+            return file
+    return None
 
 
 def open_pack(config: SourceConfig, data: DataConfig) -> Source:
@@ -226,5 +325,19 @@ READERS: dict[str, Callable[[SourceConfig, DataConfig], Source]] = {
 }
 
 
-def _stamp(path: str) -> str:
-    return str(os.stat(path).st_size)
+def _stamp(*paths: str) -> str:
+    """What a resumed run compares: sizes and a hash of the content, of which a copy on another machine has the same.
+
+    Up to 64 MiB are hashed whole. Of more, each file's head, tail and blocks evenly between: a few edited records between them go unseen.
+    """
+    hashed, places = hashlib.blake2b(digest_size=8), max(2, STAMP_BLOCKS // len(paths))
+    for path in paths:
+        size = os.stat(path).st_size
+        hashed.update(f"{size} ".encode())
+        whole = size <= places * STAMP_BLOCK
+        starts = range(0, size, STAMP_BLOCK) if whole else np.linspace(0, size - STAMP_BLOCK, places).astype(np.int64).tolist()
+        with open(path, "rb") as file:
+            for start in starts:
+                file.seek(start)
+                hashed.update(file.read(STAMP_BLOCK))
+    return hashed.hexdigest()

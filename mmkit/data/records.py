@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from numbers import Number, Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from mmkit.data.boxes import Box, Frame, pixels
 from mmkit.data.example import IMAGE, BadRecord, Example, ImageRef, Region, Turn
@@ -23,10 +27,7 @@ POINT_NOISE, MASK_PIXELS = 0.15, 1000  # of a training point: spread as a share 
 
 def example_of(record: Mapping[str, Any], key: str, source: str, folder: str | None) -> Example:
     """An example from ``conversations``/``messages``, ``question`` + ``answer``, or a caption; BadRecord where it has none of them."""
-    try:
-        images = images_of(record, folder)
-    except BadRecord as error:
-        raise BadRecord(error.message, key=key, source=source, reason=error.reason) from None
+    images = images_of(record, folder)
     turns = turns_of(record, key, source)
     if len(images) == 1 and sum(turn.text.count(IMAGE) for turn in turns) == 1:
         turns = tuple(Turn(turn.role, image_first(turn.text), turn.trained) if turn.role == "user" else turn for turn in turns)
@@ -54,22 +55,21 @@ def turns_of(record: Mapping[str, Any], key: str, source: str) -> tuple[Turn, ..
     """The record's turns. A leading answer, as some LLaVA records have, is dropped."""
     messages = next((record[field] for field in ("conversations", "messages") if record.get(field) is not None), None)
     if messages is not None:
-        if not isinstance(messages, list | tuple | np.ndarray):
-            raise BadRecord(f"its conversation is a {type(messages).__name__}, not a list of messages", key=key, source=source, reason="turns")
-        turns = [_turn(message, key, source) for message in messages]
+        turns = _turns(messages, key, source)
         while turns and turns[0].role == "assistant":
             turns = turns[1:]
         return tuple(turns)
-    if "answer" in record or "answers" in record:
-        answer = record.get("answer", record.get("answers"))
-        answer = answer[0] if isinstance(answer, list | tuple | np.ndarray) and len(answer) else answer
-        return Turn("user", str(record.get("question", ""))), Turn("assistant", str(answer))
+    asked = [field for field in ("question", "answer", "answers") if record.get(field) is not None]  # all null: a caption among questions
+    if asked and ("answer" in record or "answers" in record):
+        answer = next((record[field] for field in asked if field != "question"), None)
+        question = _text(record.get("question", ""), "question", key, source)
+        return Turn("user", question), Turn("assistant", _text(_first(answer), "answer", key, source))
     caption = next((record[field] for field in CAPTION_FIELDS if record.get(field) is not None), None)
     if caption is None:
-        found = ", ".join(sorted(record)) or "nothing"
+        found = ", ".join(sorted(f"{field}{'' if value is not None else ' (null)'}" for field, value in record.items())) or "nothing"
         wanted = "conversations, messages, question + answer, or one of " + ", ".join(CAPTION_FIELDS)
         raise BadRecord(f"has no text: it has {found}; it needs {wanted}", key=key, source=source, reason="no text")
-    return Turn("user", ""), Turn("assistant", str(caption))
+    return Turn("user", ""), Turn("assistant", _text(_first(caption), "caption", key, source))
 
 
 def joined(folder: str | None, path: str) -> str:
@@ -77,16 +77,49 @@ def joined(folder: str | None, path: str) -> str:
     return path if folder is None or path.startswith("/") or "://" in path else f"{folder.rstrip('/')}/{path}"
 
 
+def _turns(messages: Any, key: str, source: str) -> list[Turn]:
+    if not isinstance(messages, list | tuple | np.ndarray):
+        kind = "null" if messages is None else f"a {type(messages).__name__}"
+        raise BadRecord(f"its conversation is {kind}, not a list of messages", key=key, source=source, reason="turns")
+    return [_turn(message, key, source) for message in messages]
+
+
 def _turn(message: Any, key: str, source: str) -> Turn:
     message = _parsed(message) if isinstance(message, str) else message
     if not isinstance(message, Mapping):
         raise BadRecord(f"a message is {message!r:.40}, not an object with from and value", key=key, source=source, reason="turns")
     role, text = message.get("from", message.get("role")), message.get("value", message.get("content"))
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise BadRecord(f"a message is from {role!r}; it must be one of {', '.join(ROLES)}", key=key, source=source, reason="turns")
     if isinstance(text, list):  # chat form: a list of typed parts
-        text = "".join(IMAGE if part.get("type") == "image" else str(part.get("text", "")) for part in text)
-    return Turn(ROLES[role], "" if text is None else str(text))
+        text = "".join(_part(part, key, source) for part in text)
+    return Turn(ROLES[role], "" if text is None else _text(text, "message", key, source))
+
+
+def _part(part: Any, key: str, source: str) -> str:
+    if not isinstance(part, Mapping):
+        raise BadRecord(f"a part of a message is {_shown(part)}, not an object with type and text", key=key, source=source, reason="turns")
+    return IMAGE if part.get("type") == "image" else _text(part.get("text", ""), "message part", key, source)
+
+
+def _text(value: Any, what: str, key: str, source: str) -> str:
+    """A text, or a number as it is written; nothing else is turned into words that a model would learn, such as None."""
+    if isinstance(value, str) or (isinstance(value, Number) and value == value):
+        text = str(value)
+        if text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text):
+            return text
+        message = f"its {what} has half of a surrogate pair, which no tokenizer reads: {value!a:.60}"
+        raise BadRecord(message, key=key, source=source, reason="no text")
+    raise BadRecord(f"its {what} is {_shown(value)}, not text", key=key, source=source, reason="no text")
+
+
+def _first(value: Any) -> Any:
+    """The first of several answers or captions."""
+    return value[0] if isinstance(value, list | tuple | np.ndarray) and len(value) else value
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else f"{value!r:.40}"
 
 
 def _parsed(text: str) -> Any:
@@ -107,16 +140,20 @@ def _absent(value: Any) -> bool:
 
 
 def _is_pixels(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype != object
+    return isinstance(value, np.ndarray) and value.dtype.kind in "buif"
 
 
 def _image(value: Any, folder: str | None) -> ImageRef:
     if isinstance(value, bool | int | float):
         raise BadRecord(f"its image is the number {value}; give a path, a URL or encoded bytes", reason="image")
+    data = value
     if isinstance(value, Mapping):  # Hugging Face: {"bytes": ..., "path": ...}
-        path = str(value.get("path") or "")
-        return ImageRef(value["bytes"]) if value.get("bytes") else ImageRef(joined(folder, path))
-    return ImageRef(joined(folder, value)) if isinstance(value, str) else ImageRef(value)
+        data = value.get("bytes") or value.get("path")
+    if isinstance(data, str) and data:
+        return ImageRef(joined(folder, data))
+    if isinstance(data, bytes | Path | np.ndarray | Image.Image):
+        return ImageRef(data)
+    raise BadRecord(f"its image is {_shown(value)}; give a path, a URL or encoded bytes", reason="image")
 
 
 # ---------------------------------------------------------------- GRIT
@@ -131,8 +168,7 @@ def grit_example(record: Mapping[str, Any], key: str, source: str, folder: str |
     frame = _frame(record, images, key, source)
     turns, regions = [], []
     boxes, masks = record.get("box_x1y1x2y2") or [], record.get("masks") or []
-    messages = record["conversations"] if "conversations" in record else []
-    for number, turn in enumerate(_turn(message, key, source) for message in messages):
+    for number, turn in enumerate(_turns(record.get("conversations", []), key, source)):
         as_point = rng is not None and turn.role == "user" and rng.random() < 0.5
         text, found = _with_regions(turn, _at(boxes, number), _at(masks, number), frame, rng if as_point else None, key, source)
         turns.append(Turn(turn.role, image_first(text) if turn.role == "user" and len(images) == 1 else text))
@@ -151,12 +187,22 @@ def _with_regions(turn: Turn, boxes, masks, frame: Frame, rng, key: str, source:
         number = int(match[1])
         if number >= len(boxes):
             raise BadRecord(f"mentions box {number} of a message with {len(boxes)}", key=key, source=source, reason="region count")
-        box = Box(*boxes[number], frame)
+        box = _box(boxes[number], frame, key, source)
         mask = _at(masks, number) or None
-        regions.append(Region("box", box, mask) if rng is None else point_in(box.clamped(), mask, rng))
+        try:
+            regions.append(Region("box", box, mask) if rng is None else point_in(box.clamped(), mask, rng))
+        except ValueError as error:
+            raise BadRecord(str(error), key=key, source=source, reason="region mask") from None
         return "<region>"
 
     return re.sub(r"<bbox_location(\d+)>", place, turn.text), regions
+
+
+def _box(corners: Any, frame: Frame, key: str, source: str) -> Box:
+    listed = isinstance(corners, list | tuple | np.ndarray) and len(corners) == 4
+    if not listed or not all(isinstance(corner, Real) and math.isfinite(corner) for corner in corners):
+        raise BadRecord(f"a box is {_shown(corners)}; give four numbers, [x1, y1, x2, y2]", key=key, source=source, reason="box")
+    return Box(*corners, frame)
 
 
 def point_in(box: Box, mask: Any, rng: np.random.Generator) -> Region:

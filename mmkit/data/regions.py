@@ -49,7 +49,14 @@ def region_points(mask: np.ndarray, count: int, rng: np.random.Generator, repeat
 
 
 def decode_mask(mask) -> np.ndarray:
-    """(H, W) bool from an array or COCO run lengths (a list, or COCO's compressed text)."""
+    """(H, W) bool from an array or COCO run lengths (a list, or COCO's compressed text). ValueError where it is neither."""
+    try:
+        return _decoded(mask)
+    except (LookupError, TypeError, AttributeError):
+        raise ValueError(f"a mask is {mask!r:.60}; give an array or {{size: [height, width], counts: run lengths}}") from None
+
+
+def _decoded(mask) -> np.ndarray:
     if not isinstance(mask, dict):
         return np.asarray(mask).astype(bool)
     height, width = mask["size"]

@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, features
 
 from mmkit.data.example import ImageRef
 from mmkit.data.images import ImageError, content_hash, image_size, open_image
@@ -51,15 +51,20 @@ def test_cmyk_jpeg():
     assert red > 200 and green < 60 and blue < 60
 
 
+@pytest.mark.parametrize(
+    "kind, options", [("JPEG", {"quality": 95}), ("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"})]
+)
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_rotation_is_applied_to_pixels_and_size(orientation):
+def test_exif_rotation_is_applied_to_pixels_and_size(orientation, kind, options):
     image = Image.new("RGB", (30, 20), "white")
     image.paste("black", (0, 0, 8, 8))
     exif = Image.Exif()
     exif[0x0112] = orientation
-    data = encoded(image, "JPEG", exif=exif, quality=95)
+    data = encoded(image, kind, exif=exif, **options)
     upright = open_image(ImageRef(data))
     assert upright.size == image_size(ImageRef(data)) == ((20, 30) if orientation > 4 else (30, 20))
+    opened = Image.open(io.BytesIO(data))
+    assert image_size(ImageRef(opened)) == open_image(ImageRef(opened)).size == image_size(ImageRef(opened)) == upright.size
     corner = {1: "tl", 2: "tr", 3: "br", 4: "bl", 5: "tl", 6: "tr", 7: "br", 8: "bl"}[orientation]
     x = 1 if corner[1] == "l" else upright.width - 2
     y = 1 if corner[0] == "t" else upright.height - 2
@@ -94,6 +99,44 @@ def test_missing_unknown_and_huge_pictures_say_why(tmp_path):
     with pytest.raises(ImageError, match="100x100 pixels, more than the allowed 9,999") as caught:
         open_image(ImageRef(encoded(Image.new("L", (100, 100)))), max_pixels=9_999)
     assert pickle.loads(pickle.dumps(caught.value)).reason == "too large image"
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (np.zeros((4, 4, 3)), r"shape \(4, 4, 3\) and type float64; give \(height, width\)"),
+        (np.zeros((3, 4, 5), np.uint8), r"array of shape \(3, 4, 5\) and type uint8"),
+        (np.zeros(4, np.uint8), r"array of shape \(4,\)"),
+        (np.zeros((0, 4), np.uint8), r"array of shape \(0, 4\)"),
+        (["a.png"], "an image is a list; give a path"),
+        (None, "an image is a NoneType"),
+    ],
+)
+def test_arrays_of_another_layout_and_other_things_are_refused_by_both_readers(data, message):
+    for read in (open_image, image_size):
+        with pytest.raises(ImageError, match=message):
+            read(ImageRef(data))
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow does not read AVIF")
+def test_a_damaged_avif_is_an_image_error_though_its_decoder_raises_something_else():
+    data = bytearray(encoded(Image.new("RGB", (16, 16)), "AVIF"))
+    place = data.index(b"av01")  # the kind of its item
+    data[place : place + 4] = b"zzzz"
+    for read in (open_image, image_size):
+        with pytest.raises(ImageError, match="'a.avif' cannot be opened .*Missing or empty image item"):
+            read(ImageRef(bytes(data), name="a.avif"))
+
+
+def test_a_url_that_does_not_answer_is_not_called_missing():
+    pytest.importorskip("aiohttp")
+    with pytest.raises(ImageError, match="cannot be fetched .*Cannot connect") as caught:
+        open_image(ImageRef("http://127.0.0.1:9/a.png"))
+    assert caught.value.reason == "unreachable image"
+    with pytest.raises(ImageError, match="cannot be fetched"):
+        content_hash(ImageRef("http://127.0.0.1:9/a.png"))
+    with pytest.raises(ImageError, match="does not exist"):
+        open_image(ImageRef("memory://nothing/a.png"))
 
 
 def test_content_hash_ignores_the_name(tmp_path):

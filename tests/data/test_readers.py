@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 
 from mmkit.config import ConfigError, DataConfig, SourceConfig
-from mmkit.data import record_facts
+from mmkit.data import readers, record_facts
 from mmkit.data.example import BadRecord, checked
+from mmkit.data.images import ImageError, open_image
 from mmkit.data.jsonl_index import JsonLines, line_index
 from mmkit.data.mixture import ListSource, Mixture, group_numbers
 from mmkit.data.readers import READERS, RecordSource, open_mixture, open_source, records_of
@@ -69,6 +70,62 @@ def test_chat_messages_with_typed_parts(tmp_path):
         {"role": "assistant", "content": [{"type": "text", "text": "a kite"}]},
     ]
     assert llava(tmp_path, [{"messages": messages, "image": "a.jpg"}])[0].turns[0].text == "<image>\nwhat?"
+
+
+def test_answers_may_be_texts_numbers_or_several_and_columns_of_other_rows_are_null(tmp_path):
+    empty = {"question": None, "answer": None, "conversations": None}
+    records = [{"question": "q", "answer": 3}, {"question": "q", "answer": None, "answers": ["x", "y"]}, {"answer": "x"}, empty | {"caption": "x"}]
+    records.append({"caption": ["x", "y"]})
+    source = llava(tmp_path, records)
+    assert [source[k].turns[-1].text for k in range(5)] == ["3", "x", "x", "x", "x"]
+
+
+GPT = [{"from": "gpt", "value": "x"}]
+
+
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        ({"question": "q", "answer": None}, "its answer is null, not text"),
+        ({"question": "q", "answer": float("nan")}, "its answer is nan, not text"),
+        ({"question": "q", "answers": []}, r"its answer is \[\], not text"),
+        ({"question": "q", "answers": [{"answer": "x"}]}, "its answer is {'answer': 'x'}, not text"),
+        ({"question": None, "answer": "x"}, "its question is null, not text"),
+        ({"question": None, "answer": None}, r"has no text: it has answer \(null\), id, question \(null\); it needs"),
+        ({"caption": [None]}, "its caption is null, not text"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "a part of a message is 'hi', not an object"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "its message part is null, not text"),
+        ({"messages": [{"role": "user", "content": {"text": "hi"}}]}, "its message is {'text': 'hi'}, not text"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, r"a message is from \['user'\]; it must be one of"),
+        ({"messages": [{"role": "user", "content": "a \ud800 b"}]}, "its message has half of a surrogate pair"),
+        ({"conversations": GPT, "image": [["a.png"]]}, r"its image is \['a.png'\]; give a path"),
+        ({"conversations": GPT, "image": {"src": "a.png"}}, "its image is {'src': 'a.png'}; give a path"),
+        ({"conversations": GPT, "image": {"bytes": None, "path": None}}, "its image is .*; give a path"),
+    ],
+)
+def test_a_record_that_would_teach_none_or_stop_the_run_is_a_bad_record(tmp_path, record, message):
+    source = llava(tmp_path, [{"id": "b"} | record])
+    with pytest.raises(BadRecord, match="s: sample 'b': " + message):
+        source[0]
+    assert source.length(0) == 0 and isinstance(source.group(0), tuple)
+
+
+def test_any_other_failure_of_one_record_names_it_and_keeps_its_cause(monkeypatch):
+    class Rows(list):
+        def __getitem__(self, index):
+            if index == 0:
+                raise KeyError("column")
+            return super().__getitem__(index)
+
+    source = RecordSource("s", Rows([{}, {"id": "b", "caption": "x"}]), None)
+    with pytest.raises(BadRecord, match=r"s: sample 'record 1': cannot be read \(KeyError: 'column'\)") as caught:
+        source[0]
+    assert isinstance(caught.value.__cause__, KeyError) and caught.value.reason == "unreadable record"
+    with pytest.raises(IndexError, match="record 2 of 2 in 's'"):
+        source[2]
+    monkeypatch.setattr("mmkit.data.readers.example_of", lambda *_: None.text)
+    with pytest.raises(BadRecord, match="sample 'b': cannot be read .AttributeError"):
+        source[1]
 
 
 # ---------------------------------------------------------------- JSONL index
@@ -141,6 +198,50 @@ def test_wrong_files_are_config_errors(tmp_path):
     (tmp_path / "x.json").write_text("[1, 2")
     with pytest.raises(ConfigError, match="x.json is no JSON"):
         records_of(tmp_path / "x.json")
+    for content in (b"", b"\n \n", b"\xef\xbb\xbf"):
+        (tmp_path / "x.jsonl").write_bytes(content)
+        with pytest.raises(ConfigError, match="x.jsonl is empty; it needs one JSON object a line"):
+            records_of(tmp_path / "x.jsonl")
+    for mark in (b"", b"\xef\xbb\xbf"):  # one object over several lines, as an editor or another tool writes it
+        (tmp_path / "x.json").write_bytes(mark + json.dumps({"a": [1]}, indent=1).encode())
+        with pytest.raises(ConfigError, match="neither JSONL"):
+            records_of(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("format", ["llava", "grit", "csv", "parquet"])
+def test_urls_are_called_urls_and_not_missing_files(format):
+    with pytest.raises(ConfigError, match="http://127.0.0.1:9/x.json is a URL"):
+        open_source(SourceConfig(name="s", format=format, path="http://127.0.0.1:9/x.json"))
+
+
+def stamp(path, content):
+    path.write_bytes(content)
+    return open_source(SourceConfig(name="s", format="llava", path=str(path))).fingerprint
+
+
+def test_a_fingerprint_tells_edits_that_keep_the_size_but_not_copies(tmp_path, monkeypatch):
+    lines = [json.dumps({"id": f"{k:03}", "conversations": CHAT}).encode() for k in range(300)]
+    (tmp_path / "copy").mkdir()
+    first, path = stamp(tmp_path / "a.jsonl", b"\n".join(lines)), tmp_path / "copy" / "b.jsonl"
+    assert stamp(path, b"\n".join(lines)) == first
+    swapped = [lines[1], lines[0], *lines[2:]]
+    assert len({first, stamp(path, b"\n".join(swapped)), stamp(path, b"\n".join(lines[::-1])), stamp(path, b"\n".join(lines[:-1]))}) == 4
+    monkeypatch.setattr("mmkit.data.readers.STAMP_BLOCK", 100)  # of a file that is too large to be read whole: head, tail and between
+    monkeypatch.setattr("mmkit.data.readers.STAMP_BLOCKS", 8)
+    whole = b"\n".join(lines)
+    first = stamp(path, whole)
+    edited = [whole.replace(b"000", b"999"), whole[:-3] + b" }]", b"\n".join(lines[::-1])]
+    assert len({first, *(stamp(path, content) for content in edited)}) == 4 and stamp(path, whole) == first
+
+
+def test_many_files_share_the_bytes_that_a_fingerprint_reads(tmp_path, monkeypatch):
+    reads, files = [], [tmp_path / str(k) for k in range(300)]
+    [file.write_bytes(bytes(50)) for file in files]
+    monkeypatch.setattr("mmkit.data.readers.STAMP_BLOCK", 10)
+    monkeypatch.setattr("mmkit.data.readers.open", lambda *a: reads.append(a) or open(*a), raising=False)
+    before = readers._stamp(*map(str, files))
+    files[299].write_bytes(bytes(49) + b"x")  # a parquet file's directory is its tail
+    assert readers._stamp(*map(str, files)) != before and len(reads) == 600
 
 
 # ---------------------------------------------------------------- other formats
@@ -197,6 +298,27 @@ def test_grit_mention_of_a_missing_box_is_refused(tmp_path):
         source[0]
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"conversations": None}, "its conversation is null, not a list of messages"),
+        ({"box_x1y1x2y2": [[[1, 2, 3], [1, 2, 3]], []]}, r"a box is \[1, 2, 3\]; give four numbers"),
+        ({"box_x1y1x2y2": [[["1", "2", "3", "4"]] * 2, []]}, r"a box is \['1', '2', '3', '4'\]; give four numbers"),
+        ({"box_x1y1x2y2": [[[1, 2, 3, float("nan")]] * 2, []]}, "a box is .*; give four numbers"),
+        ({"box_x1y1x2y2": [[1, 2, 3, 4], []]}, "a box is 2; give four numbers"),
+        ({"masks": [[{"size": [70, 100], "counts": [3, 5]}] * 2, []]}, "mask runs add up to 8 pixels"),
+        ({"masks": [[{"size": [70, 100]}] * 2, []]}, "a mask is {'size': .*; give an array or"),
+        ({"masks": [[{"size": [70, 100], "counts": ["3"]}] * 2, []]}, "a mask is .*; give an array or"),
+        ({"masks": [[{"size": [70, 100], "counts": "o"}] * 2, []]}, "a mask is .*; give an array or"),
+        ({"image_w": "wide"}, "cannot be read .ValueError: invalid literal"),
+    ],
+)
+def test_a_grit_record_with_a_wrong_part_is_a_bad_record(tmp_path, change, message):
+    source = llava(tmp_path, [GRIT | change], format="grit")
+    with pytest.raises(BadRecord, match="s: sample 'g': " + message):
+        [source.draw(0, np.random.default_rng(seed)) for seed in range(9)]  # a mask is looked at where a point is drawn
+
+
 @pytest.mark.parametrize("delimiter", [",", "\t"])
 def test_csv_pairs_pictures_with_captions(tmp_path, delimiter):
     path = tmp_path / "pairs.csv"
@@ -206,6 +328,48 @@ def test_csv_pairs_pictures_with_captions(tmp_path, delimiter):
     source = open_source(SourceConfig(name="c", format="csv", path=str(path)))
     example = checked(source[0])
     assert example.caption == 'a "red", kite' and example.images[0].data == str(tmp_path / "a.png") and len(source) == 2
+
+
+def csv_source(tmp_path, content, **settings):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return open_source(SourceConfig(name="c", format="csv", path=str(path), **settings))
+
+
+def test_csv_rows_of_another_number_of_cells_are_bad_records_that_name_the_line(tmp_path):
+    source = csv_source(tmp_path, 'image,question,answer\n\na.png,"what\nnow",x\na.png,a red, kite,x\na.png,what\n')
+    assert source[0].turns[-1].text == "x" and len(source) == 3
+    with pytest.raises(BadRecord, match="c: sample 'record 2': line 5 of .*rows.csv has 4 cells for 3 columns; put quotes"):
+        source[1]
+    with pytest.raises(BadRecord, match="'record 3': line 6 of .* has 2 cells for 3 columns"):
+        source[2]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ('image,title\nb.png,x\na.png,"one\n' + "a.png,c\n" * 20, "rows.csv line 23: unexpected end of data; the row begins in line 3. A cell"),
+        ('image,title\na.png,"one" two\n', "rows.csv line 2: ',' expected after '\"'; the row begins in line 2"),
+        ("image,title\na.png,x\na.png,caf\xe9\n".encode("latin1"), "rows.csv line 3 is not UTF-8; save the file as UTF-8"),
+        ("image,title\na.png," + "x" * 300 + "\n", "rows.csv line 2: field larger than field limit .200.; the row begins in line 2"),
+        ("", "the first line of .* is ''; it needs columns"),
+    ],
+)
+def test_csv_files_that_cannot_be_cut_into_rows_are_named_with_the_line(tmp_path, monkeypatch, content, message):
+    monkeypatch.setattr("mmkit.data.readers.LONGEST_CELL", 200)
+    before = csv.field_size_limit()
+    with pytest.raises(ConfigError, match="data.sources 'c': .*" + message):
+        csv_source(tmp_path, content)
+    assert csv.field_size_limit() == before
+
+
+def test_csv_cells_may_be_longer_than_the_csv_module_allows(tmp_path):
+    assert len(csv_source(tmp_path, "image,title\na.png," + "x" * 200_000)[0].caption) == 200_000
+
+
+def test_filters_are_refused_where_they_would_do_nothing(tmp_path):
+    with pytest.raises(ConfigError, match="'c': filters look at the metadata of tar shards and would do nothing for format 'csv'"):
+        csv_source(tmp_path, "image,title\na.png,x\n", filters=[{"key": "punsafe", "op": "<", "value": 0.5}])
 
 
 def test_parquet_with_encoded_pictures(tmp_path, monkeypatch):
@@ -221,6 +385,23 @@ def test_parquet_with_encoded_pictures(tmp_path, monkeypatch):
     example = checked(source[1])
     assert isinstance(example.images[0].data, bytes) and example.turns[0].text == "<image>\nwhich colour?"
     assert example.turns[1].text == "blue" and len(source) == 2
+
+
+def test_parquet_lists_of_pictures_stay_encoded_so_that_a_damaged_one_is_one_bad_record(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("MMKIT_CACHE", str(tmp_path / "cache"))
+    cells = [[{"bytes": b"\x89PNG cut", "path": None}], [{"bytes": b"\x89PNG", "path": None}] * 2]
+    features = datasets.Features({"images": datasets.List(datasets.Image()), "caption": datasets.Value("string")})
+    datasets.Dataset.from_dict({"images": cells, "caption": ["x", "y"]}, features=features).to_parquet(str(tmp_path / "a.parquet"))
+    source = open_source(SourceConfig(name="p", format="parquet", path=str(tmp_path)))
+    assert [[ref.data for ref in source[k].images] for k in range(2)] == [[b"\x89PNG cut"], [b"\x89PNG"] * 2]
+    with pytest.raises(ImageError, match="no known image format"):
+        open_image(source[0].images[0])
+    assert pickle.loads(pickle.dumps(source))[1].caption == "y"
+
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-30])
+    with pytest.raises(ConfigError, match="data.sources 'p': .*/b.parquet cannot be read as parquet .*magic bytes not found"):
+        open_source(SourceConfig(name="p", format="parquet", path=str(tmp_path)))
 
 
 def test_missing_parquet_and_text_are_named(tmp_path):
