@@ -154,7 +154,11 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch handed out, for any number of workers and processes."""
-        return {**self._belongs(), **self._position}
+        return {**self._belongs(), "sources": self._sources(), **self._position}
+
+    def _sources(self) -> dict[str, list]:
+        """What the fingerprint is made of, so that a refusal can name the source; of streamed shards it is made of all together."""
+        return getattr(self.plan.mixture, "fingerprints", {})
 
     def _belongs(self) -> dict[str, Any]:
         """What a position belongs to: other data, another seed or other rows have other positions."""
@@ -164,8 +168,11 @@ class Loader:
         """Continues from ``state``; ValueError where it belongs to other data, other rows, another seed or another version."""
         for name, mine in self._belongs().items():
             if state.get(name) != mine:
+                saved, now = state.get("sources", {}), self._sources()
+                changed = [source for source in {**saved, **now} if saved and saved.get(source) != now.get(source)]
+                which = f" (changed: source {', '.join(changed)})" if changed else ""
                 raise ValueError(
-                    f"the saved data position has {name} {state.get(name)!r}, this run has {mine!r}; "
+                    f"the saved data position has {name} {state.get(name)!r}, this run has {mine!r}{which}; "
                     "resume with the same sources and seed, or start the data anew"
                 )
         self._position = {name: int(state[name]) for name in self._position}

@@ -100,8 +100,13 @@ class Mixture:
     @property
     def fingerprint(self) -> str:
         """A short hash that changes when names, sizes or shares change: a saved position belongs to one fingerprint."""
-        facts = [(c.name, len(s), w, c.cap, str(getattr(s, "fingerprint", ""))) for c, s, w in zip(self.configs, self.sources, self.wanted, strict=True)]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.fingerprints).encode()).hexdigest()[:16]
+
+    @property
+    def fingerprints(self) -> dict[str, list]:
+        """What `fingerprint` is made of, by source: examples, samples of an epoch, cap, hash of the content."""
+        parts = zip(self.configs, self.sources, self.wanted, strict=True)
+        return {config.name: [len(source), wanted, config.cap, str(getattr(source, "fingerprint", ""))] for config, source, wanted in parts}
 
     def order(self, seed: int, epoch: int, *, train: bool = True, by_image: bool = False, megabatch: int = 0) -> Order:
         """Units of one epoch. ``by_image`` joins examples about the same picture; ``megabatch`` > 0 groups units by length."""
