@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mmkit.config import ConfigError, DataConfig, FilterRule, SourceConfig
+from mmkit.config import DataConfig, FilterRule, SourceConfig
 from mmkit.data.example import Example
 from mmkit.data.tar_files import expand, is_remote
 from mmkit.data.tar_index import FILTERED, IMAGE_EXTENSIONS, WHOLE, ShardIndex, index_of, opened_index, title, total
@@ -146,7 +146,8 @@ def check_extensions(name: str, index: ShardIndex, caption: str) -> None:
     if caption in index.found and any(extension in index.found for extension in IMAGE_EXTENSIONS):
         raise ValueError(
             f"{none}It has pictures and {caption} files, but the files of one key do not stand side by side: "
-            f"{index.counts['duplicate key']} keys come again later. Make the tar anew with its names sorted (`tar --sort=name`), or by `mmkit.data.tar_writer`"
+            f"{index.counts['duplicate key']} keys come again later. Make the tar anew with its names sorted (`tar --sort=name`), or by "
+            "`mmkit.data.tar_writer`"
         )
     raise ValueError(
         f"{none}Extensions found: {', '.join(sorted(index.found))}; wanted: one of {', '.join(IMAGE_EXTENSIONS)} and {caption}. A key "
@@ -189,16 +190,13 @@ def check_damage(source: ShardSource, max_bad_share: float) -> None:
 
 
 def damage(source: ShardSource) -> float:
-    """The share of samples damaged or missing. A damaged shard counts for what it lacks of an average one, an absent one for a whole."""
+    """The share of samples damaged or missing. A damaged shard counts for what lies behind the damage or it lacks of an average one, an
+    absent one for a whole."""
     sizes = [index.counts["samples"] for index in source.indexes if index.counts["samples"] and not index.message]
     average = sum(sizes) / len(sizes) if sizes else 1.0
-    bad = 0.0
-    for index in source.indexes:
-        lost = max(average - index.counts["samples"], 1) if index.message else 0
-        whole = sum(index.counts[cause] for cause in WHOLE)
-        bad += index.bad - whole + lost
-    everything = source.counts["samples"] + sum(max(average - i.counts["samples"], 1) for i in source.indexes if i.message)
-    return min(bad / max(everything, 1), 1.0)
+    lost = sum(index.lost or max(average - index.counts["samples"], 1) for index in source.indexes if index.message)
+    bad = sum(index.bad - sum(index.counts[cause] for cause in WHOLE) for index in source.indexes)
+    return min((bad + lost) / max(source.counts["samples"] + lost, 1), 1.0)
 
 
 def inspect(pattern: str, caption: str = "txt", filters: Sequence[FilterRule] = ()) -> ShardSource:

@@ -59,9 +59,10 @@ def streamed(data: DataConfig) -> ShardSet | None:
         return None
     sizes = None if data.resampled or any(source.filters for source in data.sources) else known_sizes(flat)
     total = data.samples_per_epoch or (known_samples(flat) if data.resampled else sum(sizes or ()))
-    if not total or not (data.resampled or sizes):
+    if not total or not (data.resampled or sum(sizes or ())):
         wanted = "set data.samples_per_epoch" if data.resampled else "leave out filters, or set data.resampled"
-        log.warning("%d shards are read once before training starts; put a sizes.json beside them, or %s, to start at once", len(flat), wanted)
+        ask = "%d shards are read once before training starts; put a sizes.json beside them, or %s, to start at once"
+        log.warning(ask, len(flat), wanted)
         return None
     return ShardSet(data.sources, urls, total, data.caption_key, tuple(sizes) if sizes else None)
 
@@ -73,7 +74,7 @@ class ShardSet:
     """
 
     def __init__(
-        self, configs: Sequence[SourceConfig], urls: Sequence[Sequence[str]], samples_per_epoch: int, caption: str, sizes: tuple[int, ...] | None = None
+        self, configs: Sequence[SourceConfig], urls: Sequence[Sequence[str]], samples_per_epoch: int, caption: str, sizes: tuple[int, ...] | None
     ):
         self.configs, self.samples_per_epoch, self.caption, self.sizes = tuple(configs), samples_per_epoch, caption, sizes
         self.urls = [url for some in urls for url in some]
@@ -106,7 +107,7 @@ class ShardSet:
     def fingerprint(self) -> str:
         """Changes with the shards' names, how they are drawn, and what their samples are."""
         facts = [config.model_dump(mode="json") for config in self.configs]
-        hashed = hashlib.sha256(json.dumps([facts, self.samples_per_epoch, self.sizes, self.caption]).encode())
+        hashed = hashlib.sha256(json.dumps([facts, self.samples_per_epoch, self.sizes or True, self.caption]).encode())
         hashed.update("\n".join(self.urls).encode())
         return hashed.hexdigest()[:16]
 

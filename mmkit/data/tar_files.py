@@ -31,14 +31,14 @@ COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb
 
 
 class ShardError(ValueError):
-    """A shard that cannot be read; ``reason`` is the counter it belongs to."""
+    """A shard that cannot be read; ``reason`` is the counter it belongs to, ``unread`` the share of its bytes behind the damage."""
 
-    def __init__(self, url: str, reason: str, message: str):
+    def __init__(self, url: str, reason: str, message: str, unread: float = 0.0):
         super().__init__(f"shard {url}: {message}")
-        self.url, self.reason, self.message = url, reason, message
+        self.url, self.reason, self.message, self.unread = url, reason, message, unread
 
     def __reduce__(self):
-        return ShardError, (self.url, self.reason, self.message)
+        return ShardError, (self.url, self.reason, self.message, self.unread)
 
 
 @dataclass(frozen=True)
@@ -216,15 +216,15 @@ def _after_end_mark(url: str, file, end: int, size: int) -> int:
     """
     file.seek(end)
     tail = file.read(PADDING + tarfile.BLOCKSIZE)
-    zeros = len(tail) - len(tail.lstrip(b"\0"))
+    zeros, unread = len(tail) - len(tail.lstrip(b"\0")), 1 - end / max(size, 1)
     if len(tail) < tarfile.BLOCKSIZE:
         raise ShardError(url, "truncated tar", f"no end mark; the file stops at {size} bytes")
     if zeros > PADDING:
-        raise ShardError(url, "damaged tar", f"zeros instead of data from byte {end} of {size} on; was its download finished?")
+        raise ShardError(url, "damaged tar", f"zeros instead of data from byte {end} of {size} on; was its download finished?", unread)
     if zeros == len(tail):
         return size
     if zeros < 2 * tarfile.BLOCKSIZE:  # one block of zeros may be a lost header
-        raise ShardError(url, "damaged tar", f"no header at byte {end} of {size}; what follows is not read")
+        raise ShardError(url, "damaged tar", f"no header at byte {end} of {size}; what follows is not read", unread)
     return end + zeros - zeros % tarfile.BLOCKSIZE
 
 

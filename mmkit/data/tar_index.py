@@ -63,6 +63,7 @@ class ShardIndex:
     found: Counter = field(default_factory=Counter)  # extension -> files
     missing: Counter = field(default_factory=Counter)  # rule -> samples without a value for it
     message: str = ""  # what was wrong with the shard as a whole
+    lost: int = 0  # samples behind the damage, estimated by bytes
     suspect_until: float = 0.0  # all attempts to read it have failed: until then one attempt has to do
     file: int | None = None  # the shard's descriptor while it is `tar_files.opened`
 
@@ -254,6 +255,7 @@ def _samples(url: str, index: ShardIndex) -> Iterator[tuple[str, dict[str, TarMe
     except ShardError as error:
         index.counts[error.reason] += 1
         index.message = error.message
+        index.lost = round(index.counts["samples"] * error.unread / (1 - error.unread)) if error.unread < 1 else 0
         log.warning("%s", error)
         return  # the sample being read may lack a file, so it is not given
     if files:
@@ -331,7 +333,7 @@ def _metadata(data: bytes) -> dict[str, Any] | None:
 
 
 def _save(index: ShardIndex, path) -> None:
-    facts = {"counts": index.counts, "found": index.found, "missing": index.missing, "message": index.message}
+    facts = {"counts": index.counts, "found": index.found, "missing": index.missing, "message": index.message, "lost": index.lost}
     arrays = {"names": index.names, "kinds": index.kinds, "spans": index.spans}
     with atomic_write(path) as temporary, open(temporary, "wb") as file:
         np.savez_compressed(file, **arrays, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8))
@@ -344,7 +346,7 @@ def _load(url: str, path: Path) -> ShardIndex | None:
             facts = json.loads(stored["facts"].tobytes())
             arrays = (stored[name] for name in ("names", "kinds", "spans"))
             counters = (Counter(facts[name]) for name in ("counts", "found", "missing"))
-            return ShardIndex(url, *arrays, *counters, facts["message"])
+            return ShardIndex(url, *arrays, *counters, facts["message"], facts["lost"])
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError) as error:
         log.warning("%s: the index kept in %s is damaged (%s) and made anew", url, path, error)
         return None

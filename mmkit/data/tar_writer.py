@@ -13,7 +13,7 @@ from typing import Any
 import fsspec
 
 from mmkit.data.example import Example, ImageRef
-from mmkit.data.images import open_image
+from mmkit.data.images import ImageError, open_image
 from mmkit.data.tar_files import is_remote, members
 
 NAME = "{:05d}.tar"
@@ -39,7 +39,10 @@ class ShardWriter:
         self._begin()
 
     def __enter__(self) -> ShardWriter:
-        self.system.makedirs(self.base, exist_ok=True)
+        try:
+            self.system.makedirs(self.base, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"folder {self.folder} cannot be made ({error}); write to another one") from None
         numbers = [int(found[1]) for path in self._present() if (found := NUMBERED.search(path))]
         if old := [number for number in numbers if number >= self.number]:
             raise ValueError(
@@ -139,8 +142,8 @@ def write_examples(source: Sequence[Example], folder: str, **options: Any) -> di
                 raise ValueError(f"sample {example.key!r} has {found}; a pair has one of each")
             try:
                 extension, data = _encoded(example.images[0].data)
-            except OSError as error:
-                raise ValueError(f"sample {example.key!r}: the picture cannot be read ({error}); correct its path, or leave it out") from None
+            except (OSError, ImageError) as error:
+                raise ValueError(f"sample {example.key!r}: the picture cannot be read ({error}); correct or leave it out") from None
             writer.write(f"{i:09d}", {extension: data, "txt": example.caption, "json": {"key": example.key, **example.meta}})
     return writer.sizes
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from mmkit.data import tar_files
-from mmkit.data.shards import open_shards
+from mmkit.data.shards import damage as damage_share
+from mmkit.data.shards import inspect, open_shards
 from mmkit.data.tar_files import members
 from mmkit.data.tar_index import index_of, opened_index
 from tests.data.test_shards import own_cache, raw_tar, source_config, write  # noqa: F401
@@ -46,6 +47,7 @@ def test_a_tar_that_ends_before_its_end_mark_is_damaged_indexed_and_streamed(tmp
             assert wrong in index.message and len(index) in (kept, kept - 1) and index.counts["damaged tar"] == 1
     with pytest.raises(ValueError, match="0.tar: .*" + wrong):
         open_shards(source_config(path))
+    assert damage_share(inspect(path)) == pytest.approx({0: 1, 19: 0.62, 50: 1 / 51}[kept], abs=0.03)
 
 
 def test_archives_one_behind_the_other_are_read_whole(tmp_path):

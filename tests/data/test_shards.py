@@ -142,8 +142,11 @@ def test_any_source_of_pairs_becomes_shards_with_its_files_copied_byte_for_byte(
     assert [source[i].meta for i in range(4)] == [{"key": f"k.{i}", "n": i} for i in range(4)] and source[3].caption == "a caption"
     with pytest.raises(ValueError, match="'bad' has 0 pictures"):
         write_examples([Example("bad", (), turns)], str(tmp_path / "bad"))
-    with pytest.raises(ValueError, match="sample 'gone': the picture cannot be read .*none.jpg"):
-        write_examples([Example("gone", (ImageRef(str(tmp_path / "none.jpg")),), turns)], str(tmp_path / "gone"))
+    for data, wrong in ((str(tmp_path / "none.jpg"), "none.jpg"), (b"no picture", "of no known image format")):
+        with pytest.raises(ValueError, match="sample 'gone': the picture cannot be read .*" + wrong):
+            write_examples([Example("gone", (ImageRef(data),), turns)], str(tmp_path / "gone"))
+    with pytest.raises(ValueError, match="a.jpg/x cannot be made"):
+        write_examples(examples, str(tmp_path / "a.jpg" / "x"))
 
 
 def test_the_command_writes_shards_from_a_table_and_checks_them(tmp_path, capsys):
