@@ -7,6 +7,7 @@ neighbours of an epoch in one shard for fast reading. Sets too large to index fi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -18,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from mmkit.config import ConfigError, DataConfig, FilterRule, SourceConfig
+from mmkit.config import DataConfig, FilterRule, SourceConfig
 from mmkit.data.example import Example
 from mmkit.data.tar_files import expand, is_remote
-from mmkit.data.tar_index import FILTERED, IMAGE_EXTENSIONS, ShardIndex, index_of, total
+from mmkit.data.tar_index import FILTERED, IMAGE_EXTENSIONS, WHOLE, ShardIndex, index_of, opened_index, title, total
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +33,11 @@ CONNECTIONS = 8  # remote shards indexed at the same time
 class ShardSource:
     """Examples of tar shards by number: the picture's encoded bytes, the caption as an assistant's turn, metadata in ``meta``."""
 
-    def __init__(self, name: str, indexes: Sequence[ShardIndex], *, resampled: bool = False, shard_weights: Sequence[float] = ()):
+    def __init__(self, name: str, indexes: Sequence[ShardIndex], *, resampled: bool = False):
         self.name, self.indexes, self.resampled = name, list(indexes), resampled
         self.starts = np.cumsum([0, *(len(index) for index in indexes)])
-        weights = np.array(shard_weights or [1.0] * len(indexes)) * (np.diff(self.starts) > 0)
-        self.chances = weights / weights.sum() if weights.sum() else weights
+        some = (np.diff(self.starts) > 0).astype(float)
+        self.chances = some / max(some.sum(), 1)  # of each shard, where they are drawn with replacement
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -59,7 +60,7 @@ class ShardSource:
     def draw_order(self, rng: np.random.Generator, wanted: int) -> np.ndarray:
         """Up to ``wanted`` sample numbers in the order of an epoch: shards shuffled, then samples mixed within `SHUFFLE` neighbours.
 
-        Without replacement every sample comes once; ``resampled`` draws shards with replacement by their weights, which open_clip does.
+        Without replacement every sample comes once; ``resampled`` draws shards with replacement, which open_clip does.
         """
         if not self.resampled:
             shards = rng.permutation(len(self.indexes))
@@ -106,21 +107,20 @@ def unique_expected(source: ShardSource, drawn: int | None = None) -> int:
     return round(float((sizes * (1 - (1 - source.chances) ** draws)).sum()))
 
 
-def open_shards(config: SourceConfig, data: DataConfig | None = None, *, shard_weights: Sequence[float] = ()) -> ShardSource:
+def open_shards(config: SourceConfig, data: DataConfig | None = None) -> ShardSource:
     """The source of ``config.path`` (see `tar_files.expand`), filtered by ``config.filters``.
 
-    ``shard_weights``: one for each part of a path joined by ``::``, used when ``data.resampled``.
-
-    Raises ValueError where no sample of the first readable shard can be used, naming the extensions found and wanted; where more
-    than ``data.max_bad_share`` of the samples are damaged or missing, naming the shards; ConfigError for a wrong path.
+    Raises ValueError where no sample of the first readable shard can be used, naming the extensions found and wanted; where the filters
+    leave none, naming the keys seen; where more than ``data.max_bad_share`` of the samples are damaged or missing, naming the shards;
+    ConfigError for a wrong path.
     """
     data = data or DataConfig()
     urls = expand(config.path)
-    weights = _weights(config.path, shard_weights, data.resampled)
     indexes = _first_checked(config, urls, data.caption_key)
-    source = ShardSource(config.name, indexes, resampled=data.resampled, shard_weights=weights)
+    source = ShardSource(config.name, indexes, resampled=data.resampled)
+    check_filters(source, config.filters, data.caption_key)
     check_damage(source, data.max_bad_share)
-    log.info("%s", source.summary())
+    log.log(logging.WARNING if any(index.message for index in indexes) else logging.INFO, "%s", source.summary())
     return source
 
 
@@ -142,12 +142,42 @@ def check_extensions(name: str, index: ShardIndex, caption: str) -> None:
     removed = sum(n for cause, n in index.counts.items() if cause.startswith(FILTERED))
     if len(index) or removed:
         return
-    found = ", ".join(sorted(index.found))
+    none = f"{name}: none of the {index.counts['samples']} samples of the first shard {index.url} can be used. "
+    if caption in index.found and any(extension in index.found for extension in IMAGE_EXTENSIONS):
+        raise ValueError(
+            f"{none}It has pictures and {caption} files, but the files of one key do not stand side by side: "
+            f"{index.counts['duplicate key']} keys come again later. Make the tar anew with its names sorted (`tar --sort=name`), or by "
+            "`mmkit.data.tar_writer`"
+        )
     raise ValueError(
-        f"{name}: none of the {index.counts['samples']} samples of the first shard {index.url} can be used. Extensions found: {found}; "
-        f"wanted: one of {', '.join(IMAGE_EXTENSIONS)} and {caption}. A key ends at its first dot, so `a.input.jpg` has extension "
-        "`input.jpg`; write the shards anew with `mmkit.data.tar_writer`, or set data.caption_key"
+        f"{none}Extensions found: {', '.join(sorted(index.found))}; wanted: one of {', '.join(IMAGE_EXTENSIONS)} and {caption}. A key "
+        "ends at its first dot, so `a.input.jpg` has extension `input.jpg`; write the shards anew with `mmkit.data.tar_writer`, or set "
+        "data.caption_key"
     )
+
+
+def check_filters(source: ShardSource, filters: Sequence[FilterRule], caption: str) -> None:
+    """ValueError where the filters leave no sample, a warning for a rule whose key no sample has: it is likely misspelt."""
+    removed = [(title(rule), source.counts[FILTERED + title(rule)]) for rule in filters]
+    n, missing = len(source) + sum(count for _, count in removed), sum((index.missing for index in source.indexes), Counter())
+    absent = [rule.key for rule in filters if n and missing[title(rule)] == n]
+    if not absent and (len(source) or not n):
+        return
+    keys = f"keys of the samples' json: {', '.join(_keys(source.indexes, caption)) or 'none'}"
+    if absent:
+        keys = f"no sample has a value for {', '.join(absent)}; {keys}"
+    if len(source):
+        log.warning("%s: %s", source.name, keys)
+        return
+    causes = ", ".join(f"{count} by {rule}" for rule, count in removed if count)
+    raise ValueError(f"{source.name}: the filters remove all {n} samples ({causes}); {keys}. Correct the source's filters")
+
+
+def _keys(indexes: Sequence[ShardIndex], caption: str) -> list[str]:
+    """Keys of the metadata of the first samples."""
+    first = next(index for index in indexes if index.found)
+    with contextlib.closing(opened_index(first.url, caption, most=10)) as index:
+        return sorted({key for i in range(len(index)) for key in index.read(i)[2]})
 
 
 def check_damage(source: ShardSource, max_bad_share: float) -> None:
@@ -160,27 +190,13 @@ def check_damage(source: ShardSource, max_bad_share: float) -> None:
 
 
 def damage(source: ShardSource) -> float:
-    """The share of samples damaged or missing. A damaged shard counts for what it lacks of an average one, an absent one for a whole."""
+    """The share of samples damaged or missing. A damaged shard counts for what lies behind the damage or it lacks of an average one, an
+    absent one for a whole."""
     sizes = [index.counts["samples"] for index in source.indexes if index.counts["samples"] and not index.message]
     average = sum(sizes) / len(sizes) if sizes else 1.0
-    bad = 0.0
-    for index in source.indexes:
-        lost = max(average - index.counts["samples"], 1) if index.message else 0
-        whole = index.counts["truncated tar"] + index.counts["absent shard"] + index.counts["unreadable shard"]
-        bad += index.bad - whole + lost
-    everything = source.counts["samples"] + sum(max(average - i.counts["samples"], 1) for i in source.indexes if i.message)
-    return bad / max(everything, 1)
-
-
-def _weights(path: str, given: Sequence[float], resampled: bool) -> list[float]:
-    parts = path.split("::")
-    if not given:
-        return []
-    if not resampled:
-        raise ConfigError("weights of shards need data.resampled=true; without replacement every sample comes once")
-    if len(given) != len(parts):
-        raise ConfigError(f"{len(given)} weights for {len(parts)} sources joined by `::` in {path!r}; give one for each")
-    return [weight for part, weight in zip(parts, given, strict=True) for _ in expand(part)]
+    lost = sum(index.lost or max(average - index.counts["samples"], 1) for index in source.indexes if index.message)
+    bad = sum(index.bad - sum(index.counts[cause] for cause in WHOLE) for index in source.indexes)
+    return min((bad + lost) / max(source.counts["samples"] + lost, 1), 1.0)
 
 
 def inspect(pattern: str, caption: str = "txt", filters: Sequence[FilterRule] = ()) -> ShardSource:

@@ -1,13 +1,16 @@
 """Tar shards read without indexing the set first: any number of them, memory for their names alone, training begins with the first.
 
-Each process x worker reads a stream of its own. Its shards are a function of (seed, epoch, stream): drawn with replacement where
-``data.resampled``, else its part of the shuffled list. A few are opened at a time (`GROUP`), remote ones copied whole so that every
-byte is fetched once, and their samples mixed; the next few are opened meanwhile. What a shard lacks is counted when it is opened.
+Each process x worker reads a stream of its own, and a few of its shards are open at a time (`dealing.GROUP`), remote ones copied whole
+so that every byte is fetched once, with their samples mixed; the next few are opened meanwhile. What a shard lacks is counted when it
+is opened. A position is the number of rows read, the same for every process; each step takes a batch from every process, by construction.
 
-A position is the number of batches of the epoch, the same for every process. A reader that begins in the middle passes over the
-shards before by their remembered numbers of samples. With other processes or workers the streams are others: then the number goes
-on, but samples of that epoch may come again or not at all. An epoch has the same number of batches everywhere: a stream whose shards
-hold fewer samples than its share begins them again, one that holds more leaves the rest for another epoch's order.
+Without replacement the samples of each shard are known from the files beside them, and `dealing` gives every stream its part: every
+sample of an epoch comes once, also after a stop with other processes and workers. A sample that a shard lacks, though those files count
+it (a damaged shard), is replaced by another one of those open; what a shard has beyond its count is left out and counted.
+
+With replacement (``data.resampled``) a stream's shards are a function of (seed, epoch, stream), and a reader that begins in the middle
+passes over the shards before by their remembered numbers of samples. With other processes or workers the streams are others: then the
+number goes on, and which samples come is a new draw.
 """
 
 from __future__ import annotations
@@ -16,62 +19,64 @@ import functools
 import hashlib
 import json
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import fsspec
 import numpy as np
 
 from mmkit.config import ConfigError, DataConfig, SourceConfig
 from mmkit.data.batches import Batch, Problem, Shape
 from mmkit.data.building import ClipBuilder, Task
+from mmkit.data.dealing import GROUP, MIXED, SHARD, Layout, deal, group_size, packed, unpacked
 from mmkit.data.example import Example
 from mmkit.data.mixture import wanted_counts
+from mmkit.data.shard_sizes import known_samples, known_sizes
 from mmkit.data.shards import ShardSource, check_extensions
-from mmkit.data.tar_files import ShardError, expand
+from mmkit.data.tar_files import expand
 from mmkit.data.tar_index import FILTERED, ShardIndex, index_of, opened_index, remember, remembered
 
 log = logging.getLogger(__name__)
 
 MANY = 1000  # shards; a set without replacement is streamed from here on
-GROUP, MIXED = 8, 5000  # a group ends with this many shards or samples
-FIRST_SHARDS, FIRST_SAMPLES = 8, 100  # looked at before training starts
+FIRSTSHARDS, FIRST_SAMPLES = 8, 100  # looked at before training starts
 IDLE_GROUPS = 64  # without one usable sample: an error
-CONNECTIONS = 8  # small files read at the same time
-_SHARD = 1 << 32  # an example number is shard * _SHARD + its place in the shard
+BEYOND = "more than the count beside the shards"
 _PLAIN = ("shard", "source", "samples", "ok", "message")  # fields of a shard's row that are no causes
 
 
 def streamed(data: DataConfig) -> ShardSet | None:
-    """The sources of ``data`` as a stream, where all are tar shards, an epoch's length is known without reading them, and either they
-    are drawn with replacement or there are more than `MANY`; None where they are to be indexed.
-
-    The length is ``data.samples_per_epoch``, or what ``sizes.json``, ``__len__`` or img2dataset's ``N_stats.json`` beside them say.
-    """
+    """The sources of ``data`` as a stream, None where they are to be indexed. All are tar shards, and either they are drawn with
+    replacement and an epoch's length is known (``data.samples_per_epoch``, or `known_samples`), or there are more than `MANY` whose
+    sizes are known (`known_sizes`) and no filter makes others of them."""
     if not data.sources or any(source.format != "webdataset" or source.cap or source.multiple for source in data.sources):
         return None
     urls = [expand(source.path) for source in data.sources]
-    many, weighted = sum(map(len, urls)) > MANY, any(source.weight for source in data.sources)
-    if not data.resampled and (weighted or not many):
+    flat, weighted = [url for some in urls for url in some], any(source.weight for source in data.sources)
+    if not data.resampled and (weighted or len(flat) <= MANY):
         return None
-    total = data.samples_per_epoch or known_samples([url for some in urls for url in some])
-    if total is None:
-        log.warning(
-            "%d shards are read once before training starts; set data.samples_per_epoch, or put a sizes.json beside them, to start at once",
-            sum(map(len, urls)),
-        )
+    sizes = None if data.resampled or any(source.filters for source in data.sources) else known_sizes(flat)
+    total = data.samples_per_epoch or (known_samples(flat) if data.resampled else sum(sizes or ()))
+    if not total or not (data.resampled or sum(sizes or ())):
+        wanted = "set data.samples_per_epoch" if data.resampled else "leave out filters, or set data.resampled"
+        ask = "%d shards are read once before training starts; put a sizes.json beside them, or %s, to start at once"
+        log.warning(ask, len(flat), wanted)
         return None
-    return ShardSet(data.sources, urls, total, data.resampled, data.caption_key)
+    return ShardSet(data.sources, urls, total, data.caption_key, tuple(sizes) if sizes else None)
 
 
 class ShardSet:
-    """Shards of one or several sources by number, and the examples of those that are open. Takes a `Mixture`'s place in loading."""
+    """Shards of one or several sources by number, and the examples of those that are open. Takes a `Mixture`'s place in loading.
 
-    def __init__(self, configs: Sequence[SourceConfig], urls: Sequence[Sequence[str]], samples_per_epoch: int, resampled: bool, caption: str):
-        self.configs, self.samples_per_epoch, self.resampled, self.caption = tuple(configs), samples_per_epoch, resampled, caption
+    ``sizes`` are the samples of each shard; None: they are drawn with replacement.
+    """
+
+    def __init__(
+        self, configs: Sequence[SourceConfig], urls: Sequence[Sequence[str]], samples_per_epoch: int, caption: str, sizes: tuple[int, ...] | None
+    ):
+        self.configs, self.samples_per_epoch, self.caption, self.sizes = tuple(configs), samples_per_epoch, caption, sizes
         self.urls = [url for some in urls for url in some]
         counts = [len(some) for some in urls]
         self.ends = np.cumsum(counts)
@@ -82,7 +87,7 @@ class ShardSet:
         return len(self.urls)
 
     def __getitem__(self, number: int) -> Example:
-        shard, local = divmod(int(number), _SHARD)
+        shard, local = divmod(int(number), SHARD)
         index = self.open.get(shard) or self.opened(shard)
         return index.example(local, self.config(shard).name)
 
@@ -96,26 +101,23 @@ class ShardSet:
 
     def source_name(self, number: int) -> str:
         """Name of the source of an example."""
-        return self.config(int(number) // _SHARD).name
+        return self.config(int(number) // SHARD).name
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Changes with the shards' names, how they are drawn, and what their samples are."""
         facts = [config.model_dump(mode="json") for config in self.configs]
-        hashed = hashlib.sha256(json.dumps([facts, self.samples_per_epoch, self.resampled, self.caption]).encode())
+        hashed = hashlib.sha256(json.dumps([facts, self.samples_per_epoch, self.sizes or True, self.caption]).encode())
         hashed.update("\n".join(self.urls).encode())
         return hashed.hexdigest()[:16]
 
     def summary(self) -> str:
         """One line: how many shards, how they are drawn."""
-        how = "drawn with replacement" if self.resampled else "shuffled and shared out"
+        how = "drawn with replacement" if self.sizes is None else "shuffled and dealt out"
         return f"{len(self):,} shards in {len(self.configs)} sources, {how}, opened as they are needed; an epoch is {self.samples_per_epoch:,} samples"
 
-    def shard(self, seed: int, epoch: int, stream: int, streams: int, number: int) -> int:
-        """The ``number``-th shard of a stream."""
-        if not self.resampled:
-            mine = split(_kept_order(len(self), seed, epoch), stream, streams)
-            return int(mine[number % len(mine)])
+    def drawn(self, seed: int, epoch: int, stream: int, number: int) -> int:
+        """The ``number``-th shard of a stream, where they are drawn with replacement."""
         place = np.random.default_rng([seed, epoch, stream, number]).random()
         return min(int(np.searchsorted(self.bounds, place, side="right")), len(self) - 1)
 
@@ -135,7 +137,7 @@ class ShardSet:
         """The first shards of one source by index, for looking at."""
         number = self.configs.index(config)
         begin, end = [0, *self.ends.tolist()][number : number + 2]
-        urls = self.urls[begin : min(end, begin + FIRST_SHARDS)]
+        urls = self.urls[begin : min(end, begin + FIRSTSHARDS)]
         return ShardSource(config.name, [index_of(url, self.caption, config.filters) for url in urls])
 
     def share(self, config: SourceConfig) -> int:
@@ -146,7 +148,7 @@ class ShardSet:
     def check_first(self) -> None:
         """ValueError where the first shard that is there holds no usable sample (U21), or none of the first few is there."""
         messages = []
-        for shard in range(min(FIRST_SHARDS, len(self))):
+        for shard in range(min(FIRSTSHARDS, len(self))):
             index = opened_index(self.urls[shard], self.caption, self.config(shard).filters, most=FIRST_SAMPLES)
             index.close()
             if index.found:
@@ -155,14 +157,29 @@ class ShardSet:
         raise ValueError(f"none of the first {len(messages)} shards can be read; correct the path of the source:\n" + "\n".join(messages))
 
 
+@dataclass(frozen=True)
+class Part:
+    """Samples of one stream in one epoch, by their place in it; its reader finds out which samples stand there."""
+
+    epoch: int
+    stream: int
+    start: int  # samples of the stream before it
+    n: int
+    length: int  # samples of the stream in the whole epoch
+    layouts: tuple[Layout, ...] = ()  # see `deal`; empty: shards are drawn with replacement
+    head: int = 0
+
+    @property
+    def reader(self) -> tuple:
+        """What the parts of one reader have in common."""
+        return self.epoch, self.stream, self.layouts, self.head
+
+
 @dataclass(frozen=True, eq=False)
 class Place(Task):
-    """A batch by its place in a stream; its reader finds out which samples stand there."""
+    """A batch by its place in a stream; where an epoch ends in the middle of it, it has two."""
 
-    stream: int = 0
-    streams: int = 1
-    start: int = 0  # samples of the stream in this epoch before it
-    length: int = 0  # samples of the stream in the whole epoch
+    parts: tuple[Part, ...] = ()
 
 
 class StreamPlan:
@@ -176,7 +193,7 @@ class StreamPlan:
 
     def __init__(self, mixture: ShardSet, *, seed: int, world: int, workers: int):
         self.mixture, self.seed, self.workers = mixture, seed, max(workers, 1)
-        if not mixture.resampled:
+        if mixture.sizes is not None:
             check_enough(len(mixture), world, workers)
 
     def rows_per_epoch(self) -> int:
@@ -185,20 +202,56 @@ class StreamPlan:
 
     def tasks(self, state: dict[str, int], rank: int, world: int, device_batch: int) -> Iterator[Place]:
         """One process's batches from position ``state`` on, endless. Workers take turns, so each has one stream an epoch."""
-        size, streams, epoch = device_batch * world, world * self.workers, state["epoch"]
-        blocks = max(1, round(self.mixture.samples_per_epoch / size))
-        first = state["row"] // size
+        parts = self._drawn if self.mixture.sizes is None else self._dealt
+        for found, place in parts(state, rank, Layout(0, world, self.workers, device_batch)):
+            size = device_batch * world
+            state = {**place, "rows": state["rows"] + size, "samples": state["samples"] + size}
+            epochs = tuple(part.epoch for part in found for _ in range(part.n))
+            yield Place((), Shape(device_batch, 1), epochs, state, parts=found)
+
+    def _drawn(self, state: dict[str, int], rank: int, layout: Layout) -> Iterator[tuple[tuple[Part, ...], dict[str, int]]]:
+        """(parts of a batch, place after it): an epoch is a whole number of blocks."""
+        blocks = max(1, round(self.mixture.samples_per_epoch / layout.size))
+        epoch, first = state["epoch"], state["row"] // layout.size
         while True:
             for block in range(first, blocks):
-                turn, worker = divmod(block, self.workers)
-                length = -(-(blocks - worker) // self.workers) * device_batch
-                counted = {"rows": state["rows"] + size, "samples": state["samples"] + size}
-                state = {"epoch": epoch, "window": 0, "row": (block + 1) * size, **counted}
-                yield Place(
-                    (), Shape(device_batch, 1), (epoch,) * device_batch, state,
-                    stream=rank + world * worker, streams=streams, start=turn * device_batch, length=length,
-                )  # fmt: skip
+                turn, worker = divmod(block, layout.workers)
+                length = -(-(blocks - worker) // layout.workers) * layout.batch
+                part = Part(epoch, rank + layout.world * worker, turn * layout.batch, layout.batch, length)
+                yield (part,), {"epoch": epoch, "window": 0, "row": (block + 1) * layout.size}
             epoch, first = epoch + 1, 0
+
+    def _dealt(self, state: dict[str, int], rank: int, layout: Layout) -> Iterator[tuple[tuple[Part, ...], dict[str, int]]]:
+        """(parts of a batch, place after it): a block takes what is left of an epoch and the rest from the next.
+
+        ``window`` of a place keeps the layouts that have read the epoch so far.
+        """
+        total = self.mixture.samples_per_epoch
+        if layout.size > total:
+            raise ConfigError(f"an epoch of {total} samples is less than one batch of all processes, {layout.size}; use a smaller batch")
+        epoch, row, layouts = state["epoch"], state["row"], unpacked(state["window"]) or (layout,)
+        if row and layouts[-1][1:] != layout[1:]:
+            layouts += (layout._replace(start=row),)
+        while True:
+            if row == 0 or row == total:
+                epoch, row, layouts = epoch + (row == total), 0, (layout,)
+            n = min(layout.size, total - row)
+            parts = [self._part(epoch, row, n, rank, layouts)]
+            row += n
+            if n < layout.size:
+                epoch, row, layouts = epoch + 1, layout.size - n, (layout,)
+                parts.append(self._part(epoch, 0, row, rank, layouts, row))
+            yield tuple(part for part in parts if part.n), {"epoch": epoch, "window": packed(layouts), "row": row}
+
+    def _part(self, epoch: int, row: int, n: int, rank: int, layouts: tuple[Layout, ...], head: int | None = None) -> Part:
+        """One process's part of the ``n`` rows from ``row`` on."""
+        if head is None:  # every stop is at the end of a block
+            head = (layouts[1].start if layouts[1:] else row) % layouts[0].size
+        layout, past = layouts[-1], row - layouts[-1].start
+        mine = 0 if layout.start else head
+        stream = rank + layout.world * (layout.block(mine, past) % layout.workers)
+        start, end, length = (layout.rows(stream, mine, many) for many in (past, past + n, self.mixture.samples_per_epoch - layout.start))
+        return Part(epoch, stream, start, end - start, length, layouts, head)
 
 
 class StreamBuilder(ClipBuilder):
@@ -207,12 +260,18 @@ class StreamBuilder(ClipBuilder):
     reader: Reader | None = None
 
     def __getitem__(self, task: Place) -> Batch:
-        if self.reader is None or self.reader.key != (task.epochs[0], task.stream):
-            self.close()
-            self.reader = Reader(self.mixture, self.seed, task)
-        numbers, rows = self.reader.take(task.start, len(task.epochs))
+        numbers, rows = [], []
+        if self.reader:
+            self.reader.close_stale()
+        for part in task.parts:
+            if self.reader is None or self.reader.key != part.reader:
+                kept = self.reader.retire() if self.reader else []  # the batch at hand may need them
+                kind = DealtReader if part.layouts else Reader
+                self.reader = kind(self.mixture, self.seed, part, kept)
+            found, opened = self.reader.take(part.start, part.n)
+            numbers, rows = numbers + found, rows + opened
         problems = [problem for row in rows for problem in _problems(row)]
-        task = replace(task, rows=numbers, problems=tuple(problems), examined=sum(row["samples"] for row in rows))
+        task = replace(task, rows=tuple(numbers), problems=tuple(problems), examined=sum(row["samples"] for row in rows))
         return replace(super().__getitem__(task), shards=tuple(rows))
 
     def close(self) -> None:
@@ -234,26 +293,25 @@ def _problems(row: dict[str, Any]) -> list[Problem]:
 
 
 class Reader:
-    """The samples of one stream in one epoch, in order, from any place on."""
+    """The samples of one stream in one epoch, in order, from any place on; its shards are drawn with replacement."""
 
-    def __init__(self, shards: ShardSet, seed: int, task: Place):
-        self.shards, self.seed, self.key = shards, seed, (task.epochs[0], task.stream)
-        self.streams, self.length = task.streams, task.length
-        self.part = len(range(task.stream, len(shards), task.streams))  # shards of this stream, where they are shared out
+    def __init__(self, shards: ShardSet, seed: int, part: Part, stale: Sequence[ShardIndex] = ()):
+        self.shards, self.seed, self.key, self.part = shards, seed, part.reader, part
+        self.stale = list(stale)  # to be closed when the batch at hand is built
         self.pool = ThreadPoolExecutor(1)
         self._begin()
 
     def _begin(self) -> None:
-        self.drawn, self.first = 0, 0  # shards of the stream taken so far; samples before the group at hand
+        self.taken, self.first = 0, 0  # shards of the stream taken so far; samples before the group at hand
         self.numbers = np.zeros(0, np.int64)  # the group at hand
-        self.ahead, self.stale = None, []  # the next group, being opened; shards of the group before, to be closed
+        self.group: dict[int, ShardIndex] = {}  # its shards
+        self.ahead = None  # the next group, being opened
 
-    def take(self, start: int, n: int) -> tuple[tuple[int, ...], list[dict[str, Any]]]:
+    def take(self, start: int, n: int) -> tuple[list[int], list[dict[str, Any]]]:
         """(example numbers of ``n`` samples from place ``start``, a row of `ShardIndex.row` for every shard opened for them)."""
         if start < self.first:
             self._forget()
             self._begin()
-        self._close_stale()
         found, rows, idle = [], [], 0
         while n > 0:
             place = start - self.first
@@ -265,68 +323,133 @@ class Reader:
             rows += self._next(start - self.first)
             idle = 0 if len(self.numbers) else idle + 1
             if idle == IDLE_GROUPS:
-                last = self.shards.urls[self._shard(self.drawn - 1)]
-                raise ValueError(f"none of the last {idle * GROUP} shards holds a sample that can be used, the last is {last}; see the source's filters")
-        return tuple(found), rows
+                raise ValueError(self._none_found(idle * GROUP))
+        return found, rows
 
     def close(self) -> None:
         """Closes the open shards."""
         self._forget()
         self.pool.shutdown()
 
-    def _close_stale(self) -> None:
+    def retire(self) -> list[ShardIndex]:
+        """Ends the reader, its shards staying open: they are given back, to be closed."""
+        ahead = [index for _, index in self.ahead.result()] if self.ahead else []
+        self.pool.shutdown()
+        return [*self.stale, *self.group.values(), *ahead]
+
+    def close_stale(self) -> None:
+        """Closes shards that no batch needs any more."""
         while self.stale:
             self.stale.pop().close()
+        self.shards.open = dict(self.group)
 
     def _forget(self) -> None:
-        self._close_stale()
-        ahead = [index for _, index in self.ahead.result()] if self.ahead else []
-        for index in [*self.shards.open.values(), *ahead]:
-            index.close()
-        self.shards.open, self.ahead = {}, None
+        self.stale += self.group.values()
+        self.stale += [index for _, index in self.ahead.result()] if self.ahead else []
+        self.group, self.ahead = {}, None
+        self.close_stale()
 
     def _next(self, wanted: int) -> list[dict[str, Any]]:
         """Goes on to the next group; it is opened only where it holds more than ``wanted`` samples. Rows of the shards opened."""
-        drawn = self.drawn
-        sizes = self._sizes(drawn) if wanted and self.ahead is None else None
+        number = self.taken
+        sizes = self._sizes(number) if wanted and self.ahead is None else None
         if sizes and sum(sizes) <= wanted:
-            self.drawn, self.numbers = drawn + len(sizes), np.zeros(sum(sizes), np.int64)  # passed over
+            self.taken, self.numbers = number + len(sizes), np.zeros(sum(sizes), np.int64)  # passed over
             return []
-        group = self.ahead.result() if self.ahead else self._opened(drawn)
-        self.stale += self.shards.open.values()  # the batch at hand may still need them
-        self.shards.open, self.ahead = self.shards.open | dict(group), None
-        self.drawn = drawn + len(group)
-        numbers = np.concatenate([shard * _SHARD + np.arange(len(index)) for shard, index in group])
-        self.numbers = np.random.default_rng([self.seed, *self.key, drawn, 1]).permutation(numbers)
-        if self.first + len(numbers) < self.length:
-            self.ahead = self.pool.submit(self._opened, self.drawn)
-        return [index.row() | {"source": self.shards.config(shard).name} for shard, index in dict(group).items()]
+        group = self.ahead.result() if self.ahead else self._opened(number)
+        self.stale += self.group.values()  # the batch at hand may still need them
+        self.group, self.ahead = dict(group), None
+        self.shards.open = self.shards.open | self.group
+        self.taken = number + len(group)
+        self.numbers = self._mixed(number, group)
+        if self.first + len(self.numbers) < self.part.length:
+            self.ahead = self.pool.submit(self._opened, self.taken)
+        return [self._row(shard, index) for shard, index in self.group.items()]
 
-    def _opened(self, drawn: int) -> list[tuple[int, ShardIndex]]:
+    def _row(self, shard: int, index: ShardIndex) -> dict[str, Any]:
+        return index.row() | {"source": self.shards.config(shard).name}
+
+    def _mixed(self, number: int, group: Sequence[tuple[int, ShardIndex]]) -> np.ndarray:
+        numbers = np.concatenate([shard * SHARD + np.arange(len(index)) for shard, index in group])
+        return np.random.default_rng([self.seed, self.part.epoch, self.part.stream, number, 1]).permutation(numbers)
+
+    def _opened(self, number: int) -> list[tuple[int, ShardIndex]]:
         """The next group, opened."""
         group: list[tuple[int, ShardIndex]] = []
-        while not self._full(drawn, [len(index) for _, index in group]):
-            shard = self._shard(drawn + len(group))
+        while not _full([len(index) for _, index in group]):
+            shard = self._shard(number + len(group))
             group.append((shard, dict(group).get(shard) or self.shards.opened(shard)))
         return group
 
-    def _sizes(self, drawn: int) -> list[int] | None:
+    def _sizes(self, number: int) -> list[int] | None:
         """Sizes of the next group's shards, None where one is not known."""
         sizes: list[int] = []
-        while not self._full(drawn, sizes):
-            size = self.shards.size(self._shard(drawn + len(sizes)))
+        while not _full(sizes):
+            size = self.shards.size(self._shard(number + len(sizes)))
             if size is None:
                 return None
             sizes.append(size)
         return sizes
 
-    def _full(self, drawn: int, sizes: Sequence[int]) -> bool:
-        """Whether shards of these sizes make a group. Without replacement one ends with the stream's shards, so that none comes twice before all have."""
-        ended = not self.shards.resampled and len(sizes) > 0 and (drawn + len(sizes)) % self.part == 0
-        return len(sizes) == GROUP or sum(sizes) >= MIXED or ended
+    def _shard(self, number: int) -> int:
+        return self.shards.drawn(self.seed, self.part.epoch, self.part.stream, number)
+
+    def _none_found(self, n: int) -> str:
+        last = self.shards.urls[self._shard(self.taken - 1)]
+        return f"none of the last {n} shards holds a sample that can be used, the last is {last}; see the source's filters"
+
+
+def _full(sizes: Sequence[int]) -> bool:
+    """Whether shards of these sizes make a group."""
+    return len(sizes) == GROUP or sum(sizes) >= MIXED
+
+
+class DealtReader(Reader):
+    """The samples that an epoch without replacement deals to one stream."""
+
+    def __init__(self, shards: ShardSet, seed: int, part: Part, stale: Sequence[ShardIndex] = ()):
+        self.deal = deal(shards.sizes, shards.samples_per_epoch, seed, part.epoch, part.layouts, part.head)
+        self.pieces = self.deal.pieces(part.stream)
+        super().__init__(shards, seed, part, stale)
+
+    def _sizes(self, number: int) -> list[int]:
+        sizes = [len(piece.places) for piece in self.pieces[number : number + GROUP]]
+        return sizes[: group_size(sizes)]
+
+    def _opened(self, number: int) -> list[tuple[int, ShardIndex]]:
+        group: list[tuple[int, ShardIndex]] = []
+        for piece in self.pieces[number : number + len(self._sizes(number))]:
+            group.append((piece.shard, dict(group).get(piece.shard) or self.shards.opened(piece.shard)))
+        return group
+
+    def _mixed(self, number: int, group: Sequence[tuple[int, ShardIndex]]) -> np.ndarray:
+        """The group in its order; where a sample is not there, another one of the group."""
+        numbers = self.deal.mixed(self.part.stream, number, self.pieces[number : number + len(group)])
+        held = np.zeros(max(self.group) + 1, np.int64)
+        for shard, index in group:
+            held[shard] = len(index)
+        absent = numbers % SHARD >= held[numbers // SHARD]
+        if absent.any():
+            there = numbers[~absent] if not absent.all() else self._stand_in(number + len(group))
+            numbers[absent] = np.random.default_rng([self.seed, self.part.epoch, self.part.stream, number, 1]).choice(there, absent.sum())
+        return numbers
+
+    def _stand_in(self, number: int) -> np.ndarray:
+        """Samples of the next shard that has some, in a group that has none. ValueError where none is found."""
+        for n in range(IDLE_GROUPS * GROUP):
+            shard = self._shard(number + n)
+            index = self.shards.opened(shard)
+            if len(index):
+                self.group[shard] = self.shards.open[shard] = index
+                return shard * SHARD + np.arange(len(index))
+        raise ValueError(self._none_found(IDLE_GROUPS * GROUP))
+
+    def _row(self, shard: int, index: ShardIndex) -> dict[str, Any]:
+        beyond = len(index) - self.shards.sizes[shard]
+        return super()._row(shard, index) | ({BEYOND: beyond} if beyond > 0 else {})
 
     def _shard(self, number: int) -> int:
-        return self.shards.shard(self.seed, *self.key, self.streams, number)
+        return self.pieces[number % len(self.pieces)].shard
 
 
 @dataclass
@@ -359,59 +482,6 @@ class ShardLog:
         lines = [f"{self.opened:,} shards opened, {len(self.damaged)} of them damaged or missing"]
         lines += [f"  left out: {n:,} {cause}" for cause, n in sorted(self.left_out.items())]
         return "\n".join(lines + [f"  {shard}: {message}" for shard, message in self.damaged.items()])
-
-
-def known_samples(urls: Sequence[str]) -> int | None:
-    """Samples of shards as files beside them say: ``sizes.json``, ``__len__`` (of a whole folder) or ``NAME_stats.json`` of img2dataset."""
-    folders: dict[str, list[str]] = defaultdict(list)
-    for url in urls:
-        folder, _, name = url.rpartition("/")
-        folders[folder or "."].append(name)
-    counts = [None if folder.startswith("pipe:") else _counted(folder, names) for folder, names in folders.items()]
-    return None if None in counts else sum(counts)
-
-
-def _counted(folder: str, names: Sequence[str]) -> int | None:
-    sizes = _json_of(f"{folder}/sizes.json") or {}
-    if all(name in sizes for name in names):
-        return sum(int(sizes[name]) for name in names)
-    whole = _json_of(f"{folder}/__len__")
-    if isinstance(whole, int) and len(expand(f"{folder}/")) == len(names):
-        return whole
-    if _stats(folder, names[0]) is None:
-        return None
-    with ThreadPoolExecutor(CONNECTIONS) as pool:
-        found = list(pool.map(lambda name: _stats(folder, name), names))
-    return None if None in found else sum(found)
-
-
-def _stats(folder: str, name: str) -> int | None:
-    facts = _json_of(f"{folder}/{name.removesuffix('.tar')}_stats.json")
-    return facts.get("successes") if isinstance(facts, dict) else None
-
-
-def _json_of(url: str) -> Any:
-    """The content of a small JSON file, None where there is none."""
-    try:
-        with fsspec.open(url, "rb") as file:
-            return json.loads(file.read())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-
-
-def shard_order(n: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of ``n`` shards in an epoch, the same on every process."""
-    return np.random.default_rng([seed, epoch, n]).permutation(n)
-
-
-@functools.lru_cache(maxsize=2)
-def _kept_order(n: int, seed: int, epoch: int) -> np.ndarray:
-    return shard_order(n, seed, epoch)
-
-
-def split(order: np.ndarray, stream: int, streams: int) -> np.ndarray:
-    """One stream's shards of an order made before the split."""
-    return order[stream::streams]
 
 
 def check_enough(n: int, world: int, workers: int) -> None:

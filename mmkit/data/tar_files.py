@@ -1,12 +1,12 @@
 """Tar shards as files: names written with braces, local or behind a URL, read with retries.
 
-``{00000..00012}`` counts, ``{a,b}`` lists, ``::`` joins sources, ``pipe:COMMAND`` is a program whose output is the tar (kept once in
-the cache, because a position in a pipe cannot be read). Everything else goes through fsspec: s3://, gs://, memory://, https://.
+``{00000..00012}`` counts, ``{a,b}`` lists, ``*`` matches, ``::`` joins sources, ``pipe:COMMAND`` is a program whose output is the tar
+(copied to a file without a name: a position in a pipe cannot be read). Everything else goes through fsspec: s3://, gs://, https://.
 """
 
 from __future__ import annotations
 
-import hashlib
+import glob
 import itertools
 import os
 import re
@@ -19,24 +19,26 @@ from pathlib import Path
 from typing import Any
 
 from mmkit import storage
-from mmkit.cache import atomic_write, cache_root
+from mmkit.cache import cache_root
 from mmkit.config import ConfigError
 from mmkit.storage import is_remote
 
 BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
 COPIED = 1 << 24  # bytes of a remote shard fetched at a time
+PADDING = 2 * tarfile.RECORDSIZE  # more zeros than this at the end of a tar are no padding: there the download stopped
+COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 
 
 class ShardError(ValueError):
-    """A shard that cannot be read; ``reason`` is the counter it belongs to."""
+    """A shard that cannot be read; ``reason`` is the counter it belongs to, ``unread`` the share of its bytes behind the damage."""
 
-    def __init__(self, url: str, reason: str, message: str):
+    def __init__(self, url: str, reason: str, message: str, unread: float = 0.0):
         super().__init__(f"shard {url}: {message}")
-        self.url, self.reason, self.message = url, reason, message
+        self.url, self.reason, self.message, self.unread = url, reason, message, unread
 
     def __reduce__(self):
-        return ShardError, (self.url, self.reason, self.message)
+        return ShardError, (self.url, self.reason, self.message, self.unread)
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class TarMember:
 
 
 def expand(path: str) -> list[str]:
-    """The shards a path stands for, in order: a brace pattern, a folder (its ``*.tar``; a URL that ends with / is one), one file, or
-    several of these joined by ``::``."""
+    """The shards a path stands for, in order: a pattern of braces or ``*``, a folder (its ``*.tar``; a URL that ends with / is one),
+    one file, or several of these joined by ``::``."""
     urls = [url for part in path.split("::") for url in _expand_one(part.strip())]
     if len(set(urls)) < len(urls):
         raise ConfigError(f"{path}: shard {max(urls, key=urls.count)} is listed more than once")
@@ -61,22 +63,23 @@ def _expand_one(part: str) -> list[str]:
     if not part:
         raise ConfigError("an empty source between `::`; remove one of the separators")
     if not part.startswith("pipe:") and (part.endswith("/") if is_remote(part) else Path(part).is_dir()):
-        return _in_folder(part)
+        folder = part.rstrip("/")
+        return _matching(f"{folder if is_remote(part) else glob.escape(folder)}/*.tar")
     pieces = BRACES.split(part)  # text, inside, text, inside, ..., text
     choices = [[piece] if i % 2 == 0 else _choices(piece, part) for i, piece in enumerate(pieces)]
-    return ["".join(combination) for combination in itertools.product(*choices)]
+    urls = ["".join(combination) for combination in itertools.product(*choices)]
+    return [found for url in urls for found in ([url] if url.startswith("pipe:") or "*" not in url else _matching(url))]
 
 
-def _in_folder(folder: str) -> list[str]:
-    if is_remote(folder):
-        system, inner = storage.file_system(folder)
-        found = retried(lambda: system.glob(f"{inner.rstrip('/')}/*.tar"), folder)
-        found = sorted(system.unstrip_protocol(name) for name in found)
+def _matching(pattern: str) -> list[str]:
+    if is_remote(pattern):
+        system, inner = storage.file_system(pattern)
+        found = [system.unstrip_protocol(name) for name in retried(lambda: system.glob(inner), pattern)]
     else:
-        found = sorted(str(file) for file in Path(folder).glob("*.tar"))
+        found = glob.glob(pattern.removeprefix("file://"))
     if not found:
-        raise ConfigError(f"folder {folder} holds no .tar files")
-    return found
+        raise ConfigError(f"no file matches {pattern}; give a folder of .tar files, one file or a pattern such as {{00000..00012}}.tar")
+    return sorted(found)
 
 
 def _choices(inside: str, part: str) -> list[str]:
@@ -94,18 +97,8 @@ def _choices(inside: str, part: str) -> list[str]:
 
 
 def local_path(url: str) -> str:
-    """The path of a shard that lies on a disk; a pipe's output is fetched into the cache first."""
-    return str(piped(url)) if url.startswith("pipe:") else url.removeprefix("file://")
-
-
-def piped(url: str) -> Path:
-    """The output of a ``pipe:`` command, kept in the cache. ShardError where the command fails."""
-    command = url.removeprefix("pipe:")
-    path = cache_root() / "shards" / "piped" / f"{hashlib.sha256(command.encode()).hexdigest()[:24]}.tar"
-    if not path.is_file():
-        with atomic_write(path) as temporary, open(temporary, "wb") as file:
-            _run(url, file)
-    return path
+    """The path of a shard that lies on a disk."""
+    return url.removeprefix("file://")
 
 
 def _run(url: str, file) -> None:
@@ -197,21 +190,51 @@ def members(url: str, descriptor: int | None = None) -> Iterator[TarMember]:
 
     Ends with ShardError where the tar is cut short, after the whole members have been given.
     """
-    size = retried(lambda: _info(url)["size"], url) if descriptor is None and is_remote(url) else os.stat(local_path(url) if descriptor is None else descriptor).st_size
     with _reader(url) if descriptor is None else open(os.dup(descriptor), "rb") as file:
-        file.seek(0)
-        try:
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                for info in tar:
-                    if (needed := info.offset_data + info.size) > size:
-                        raise ShardError(url, "truncated tar", f"{info.name} needs {needed} bytes, the file has {size}")
-                    if info.isfile():
-                        yield TarMember(info.name, info.offset_data, info.size)
-                end = tar.offset
-        except tarfile.TarError as error:
-            raise ShardError(url, "truncated tar", f"{error}") from error
-    if end + tarfile.BLOCKSIZE > size:
+        size, begin = file.seek(0, os.SEEK_END), 0
+        while begin < max(size, 1):  # `cat a.tar b.tar` is one shard of two archives
+            file.seek(begin)
+            try:
+                with tarfile.open(fileobj=file, mode="r:") as tar:
+                    for info in tar:
+                        if (needed := info.offset_data + info.size) > size:
+                            raise ShardError(url, "truncated tar", f"{info.name} needs {needed} bytes, the file has {size}")
+                        if info.isfile():
+                            yield TarMember(info.name, info.offset_data, info.size)
+                    end = tar.offset
+            except tarfile.TarError as error:
+                file.seek(0)
+                raise ShardError(url, "truncated tar" if size == 0 else "damaged tar", _no_tar(file.read(64)) or f"{error}") from error
+            begin = _after_end_mark(url, file, end, size)
+
+
+def _after_end_mark(url: str, file, end: int, size: int) -> int:
+    """Where the archive behind the end mark at ``end`` begins, ``size`` where there is none.
+
+    tarfile takes any block that is no header for the end of an archive. It is one only if it is zeros, as many as pad a record, with
+    nothing behind them but another archive.
+    """
+    file.seek(end)
+    tail = file.read(PADDING + tarfile.BLOCKSIZE)
+    zeros, unread = len(tail) - len(tail.lstrip(b"\0")), 1 - end / max(size, 1)
+    if len(tail) < tarfile.BLOCKSIZE:
         raise ShardError(url, "truncated tar", f"no end mark; the file stops at {size} bytes")
+    if zeros > PADDING:
+        raise ShardError(url, "damaged tar", f"zeros instead of data from byte {end} of {size} on; was its download finished?", unread)
+    if zeros == len(tail):
+        return size
+    if zeros < 2 * tarfile.BLOCKSIZE:  # one block of zeros may be a lost header
+        raise ShardError(url, "damaged tar", f"no header at byte {end} of {size}; what follows is not read", unread)
+    return end + zeros - zeros % tarfile.BLOCKSIZE
+
+
+def _no_tar(head: bytes) -> str:
+    """What a file is that begins like this and is no tar; empty where that is not known."""
+    if packed := next((name for magic, name in COMPRESSED.items() if head.startswith(magic)), None):
+        return f"it is compressed by {packed}, no tar; unpack it first"
+    if head and head.isascii() and "".join(head.decode("ascii").split()).isprintable():
+        return f"it is text, no tar; it begins {head[:40].decode('ascii')!r}. Was an error page saved in its place?"
+    return ""
 
 
 def _reader(url: str):

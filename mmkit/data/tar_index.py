@@ -6,6 +6,8 @@ used is counted by cause here, before training starts; pictures that do not deco
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import itertools
@@ -13,6 +15,8 @@ import logging
 import operator
 import os
 import time
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from mmkit.cache import atomic_write, cache_root
-from mmkit.config import FilterRule
+from mmkit.config import ConfigError, FilterRule
 from mmkit.data.example import IMAGE, BadRecord, Example, ImageRef, Turn
 from mmkit.data.tar_files import ShardError, TarMember, is_remote, members, opened, read_range, stamp
 from mmkit.storage import ATTEMPTS
@@ -30,7 +34,7 @@ from mmkit.storage import ATTEMPTS
 log = logging.getLogger(__name__)
 
 IMAGE_EXTENSIONS = ("jpg", "png", "jpeg", "webp")
-VERSION = 1
+VERSION = 2
 OPERATIONS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
@@ -38,11 +42,12 @@ OPERATIONS: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
     "==": operator.eq,
     "!=": operator.ne,
-    "in": lambda value, allowed: value in allowed,
-    "not in": lambda value, refused: value not in refused,
+    "in": lambda value, allowed: any(operator.eq(*_alike(value, one)) for one in allowed),
+    "not in": lambda value, refused: not any(operator.eq(*_alike(value, one)) for one in refused),
 }
 # Counters that are not damage: what a rule removes is removed on purpose.
 FILTERED = "filter "
+WHOLE = ("truncated tar", "damaged tar", "absent shard", "unreadable shard")  # counters of shards, not of samples
 SUSPECT_SECONDS = 60.0
 
 
@@ -56,7 +61,9 @@ class ShardIndex:
     spans: np.ndarray  # (n, 3, 2) int64: offset and size of picture, caption and metadata (size -1: none)
     counts: Counter = field(default_factory=Counter)  # cause -> samples left out; "samples" -> all that were found
     found: Counter = field(default_factory=Counter)  # extension -> files
+    missing: Counter = field(default_factory=Counter)  # rule -> samples without a value for it
     message: str = ""  # what was wrong with the shard as a whole
+    lost: int = 0  # samples behind the damage, estimated by bytes
     suspect_until: float = 0.0  # all attempts to read it have failed: until then one attempt has to do
     file: int | None = None  # the shard's descriptor while it is `tar_files.opened`
 
@@ -122,18 +129,34 @@ class ShardIndex:
 
 
 def index_of(url: str, caption: str = "txt", filters: Sequence[FilterRule] = ()) -> ShardIndex:
-    """The index of a shard, from the cache where the shard has not changed. An absent shard gives an empty one that says so."""
+    """The index of a shard, from the cache where the shard has not changed. An absent shard gives an empty one that says so.
+
+    A pipe runs once and its output is held open: what a command gave to another process is not what it gives now.
+    """
+    if url.startswith("pipe:"):
+        return _held_open(url, caption, filters)
     try:
         mark = stamp(url)
     except ShardError as error:
         return _absent(url, error)
     path = cache_root() / "shards" / f"{_name(url, mark, caption, filters)}.npz"
-    if path.is_file():
-        return _load(url, path)
+    if path.is_file() and (index := _load(url, path)):
+        return index
     index = build(url, caption, filters)
     if "unreadable shard" not in index.counts:  # a network fault is not a property of the shard
         _save(index, path)
     return index
+
+
+def _held_open(url: str, caption: str, filters: Sequence[FilterRule]) -> ShardIndex:
+    try:
+        return opened_index(url, caption, filters)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        raise ConfigError(
+            f"{url}: this process may open no more files; raise `ulimit -n`, or set data.samples_per_epoch and data.resampled"
+        ) from None
 
 
 def opened_index(url: str, caption: str = "txt", filters: Sequence[FilterRule] = (), most: int | None = None) -> ShardIndex:
@@ -151,7 +174,7 @@ def opened_index(url: str, caption: str = "txt", filters: Sequence[FilterRule] =
 def remember(url: str, size: int, caption: str, filters: Sequence[FilterRule]) -> None:
     """Keeps the number of usable samples of a shard."""
     path = _size_file(url, caption, filters)
-    if not path.is_file():
+    if not path.is_file() or path.read_text() != str(size):  # a pipe may give others than before
         with atomic_write(path) as temporary:
             temporary.write_text(str(size))
 
@@ -159,7 +182,8 @@ def remember(url: str, size: int, caption: str, filters: Sequence[FilterRule]) -
 def remembered(url: str, caption: str, filters: Sequence[FilterRule]) -> int | None:
     """The number kept by `remember`, None where there is none or the shard has changed."""
     path = _size_file(url, caption, filters)
-    return int(path.read_text()) if path.is_file() else None
+    text = path.read_text() if path.is_file() else ""
+    return int(text) if text.isdecimal() else None
 
 
 def _size_file(url: str, caption: str, filters: Sequence[FilterRule]) -> Path:
@@ -187,6 +211,7 @@ def build(
     Damage ends the reading and is counted; the whole samples before it stay.
     """
     keys, kinds, spans = [], [], []
+    check_rules(filters)
     index = ShardIndex(url, *_arrays(keys, kinds, spans), file=file)
     for key, files in itertools.islice(_samples(url, index), most):
         index.counts["samples"] += 1
@@ -230,6 +255,7 @@ def _samples(url: str, index: ShardIndex) -> Iterator[tuple[str, dict[str, TarMe
     except ShardError as error:
         index.counts[error.reason] += 1
         index.message = error.message
+        index.lost = round(index.counts["samples"] * error.unread / (1 - error.unread)) if error.unread < 1 else 0
         log.warning("%s", error)
         return  # the sample being read may lack a file, so it is not given
     if files:
@@ -251,6 +277,7 @@ def _filtered(index: ShardIndex, files: dict[str, TarMember], filters: Sequence[
     meta = _metadata(index._range(files["json"].offset, files["json"].size)) if "json" in files else {}
     if meta is None:
         return "bad json"
+    index.missing.update(title(rule) for rule in filters if _compared(rule, meta) is None)
     return next((f"{FILTERED}{title(rule)}" for rule in filters if not keeps(rule, meta)), "")
 
 
@@ -260,14 +287,41 @@ def title(rule: FilterRule) -> str:
 
 
 def keeps(rule: FilterRule, meta: dict[str, Any]) -> bool:
-    """Whether a sample with this metadata stays. A value of another type than the rule's counts as missing."""
-    value = meta.get(rule.key)
+    """Whether a sample with this metadata stays. A value of another type than the rule's counts as missing, but a number may be text."""
+    kept = _compared(rule, meta)
+    return rule.if_missing == "keep" if kept is None else kept
+
+
+def _compared(rule: FilterRule, meta: dict[str, Any]) -> bool | None:
+    """The rule's answer, None where the metadata have no value to compare."""
+    value, wanted = meta.get(rule.key), rule.value
     if value is None:
-        return rule.if_missing == "keep"
+        return None
+    if rule.op[0] in "<>":
+        wanted = _number(wanted)
     try:
-        return OPERATIONS[rule.op](value, rule.value)
+        return OPERATIONS[rule.op](value, wanted) if "in" in rule.op else OPERATIONS[rule.op](*_alike(value, wanted))
     except TypeError:
-        return rule.if_missing == "keep"
+        return None
+
+
+def _alike(value: Any, wanted: Any) -> tuple[Any, Any]:
+    """A number and a text that spells one as two numbers, anything else as it is."""
+    return (_number(value), _number(wanted)) if isinstance(value, str) != isinstance(wanted, str) else (value, wanted)
+
+
+def _number(value: Any) -> Any:
+    for kind in (int, float) if isinstance(value, str) else ():
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    return value
+
+
+def check_rules(filters: Sequence[FilterRule]) -> None:
+    """ConfigError for a rule that no sample could answer."""
+    for rule in filters:
+        if "in" in rule.op and not isinstance(rule.value, list | tuple | set):
+            raise ConfigError(f"filter {title(rule)}: `{rule.op}` needs a list of values, such as [{rule.value!r}]")
 
 
 def _metadata(data: bytes) -> dict[str, Any] | None:
@@ -279,17 +333,23 @@ def _metadata(data: bytes) -> dict[str, Any] | None:
 
 
 def _save(index: ShardIndex, path) -> None:
-    facts = {"counts": index.counts, "found": index.found, "message": index.message}
+    facts = {"counts": index.counts, "found": index.found, "missing": index.missing, "message": index.message, "lost": index.lost}
     arrays = {"names": index.names, "kinds": index.kinds, "spans": index.spans}
     with atomic_write(path) as temporary, open(temporary, "wb") as file:
         np.savez_compressed(file, **arrays, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8))
 
 
-def _load(url: str, path) -> ShardIndex:
-    with np.load(path) as stored:
-        facts = json.loads(stored["facts"].tobytes())
-        arrays = (stored[name] for name in ("names", "kinds", "spans"))
-        return ShardIndex(url, *arrays, Counter(facts["counts"]), Counter(facts["found"]), facts["message"])
+def _load(url: str, path: Path) -> ShardIndex | None:
+    """An index kept in the cache; None where the file is damaged, by a full disk for instance."""
+    try:
+        with np.load(path) as stored:
+            facts = json.loads(stored["facts"].tobytes())
+            arrays = (stored[name] for name in ("names", "kinds", "spans"))
+            counters = (Counter(facts[name]) for name in ("counts", "found", "missing"))
+            return ShardIndex(url, *arrays, *counters, facts["message"], facts["lost"])
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError) as error:
+        log.warning("%s: the index kept in %s is damaged (%s) and made anew", url, path, error)
+        return None
 
 
 def total(indexes: Iterable[ShardIndex]) -> Counter:

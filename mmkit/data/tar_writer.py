@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 import fsspec
 
 from mmkit.data.example import Example, ImageRef
-from mmkit.data.images import open_image
+from mmkit.data.images import ImageError, open_image
 from mmkit.data.tar_files import is_remote, members
 
 NAME = "{:05d}.tar"
+NUMBERED = re.compile(r"(?:^|/)(\d{5,})\.tar$")
 SIGNATURES = ((b"\xff\xd8\xff", "jpg"), (b"\x89PNG\r\n", "png"), (b"RIFF", "webp"))
 
 
@@ -24,7 +26,8 @@ class ShardWriter:
 
     A shard is closed after ``max_samples`` samples or ``max_bytes`` of content, read back, compared with what was written, and
     only then given its final name. ``sizes.json`` (shard -> samples) is written at the end. After an error the unfinished shard is
-    removed. ``folder`` is any fsspec path. Samples are reproducible: times and owners in the tar are fixed.
+    removed. ``folder`` is any fsspec path. Samples are reproducible: times and owners in the tar are fixed. ValueError where the folder
+    has shards from number ``first`` on: those that this writing does not reach would be read with it.
     """
 
     def __init__(self, folder: str, max_samples: int = 10_000, max_bytes: int = 256 << 20, first: int = 0):
@@ -36,7 +39,16 @@ class ShardWriter:
         self._begin()
 
     def __enter__(self) -> ShardWriter:
-        self.system.makedirs(self.base, exist_ok=True)
+        try:
+            self.system.makedirs(self.base, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"folder {self.folder} cannot be made ({error}); write to another one") from None
+        numbers = [int(found[1]) for path in self._present() if (found := NUMBERED.search(path))]
+        if old := [number for number in numbers if number >= self.number]:
+            raise ValueError(
+                f"folder {self.folder} holds {len(old)} shards already, {NAME.format(min(old))} to {NAME.format(max(old))}, which would be "
+                "read together with the new ones; write to another folder or delete these first"
+            )
         return self
 
     def __exit__(self, kind, error, trace) -> None:
@@ -67,6 +79,9 @@ class ShardWriter:
             self._tar.addfile(info, io.BytesIO(content))
             self._bytes += len(content)
         self._samples.append({f"{key}.{name}": len(content) for name, content in contents.items()})
+
+    def _present(self) -> list[str]:
+        return self.system.ls(self.base, detail=False) if self.system.exists(self.base) else []
 
     def _begin(self) -> None:
         self._buffer, self._samples, self._bytes = io.BytesIO(), [], 0
@@ -125,7 +140,10 @@ def write_examples(source: Sequence[Example], folder: str, **options: Any) -> di
             if len(example.images) != 1 or not example.caption:
                 found = f"{len(example.images)} pictures and caption {example.caption!r}"
                 raise ValueError(f"sample {example.key!r} has {found}; a pair has one of each")
-            extension, data = _encoded(example.images[0].data)
+            try:
+                extension, data = _encoded(example.images[0].data)
+            except (OSError, ImageError) as error:
+                raise ValueError(f"sample {example.key!r}: the picture cannot be read ({error}); correct or leave it out") from None
             writer.write(f"{i:09d}", {extension: data, "txt": example.caption, "json": {"key": example.key, **example.meta}})
     return writer.sizes
 

@@ -2,6 +2,8 @@
 
 import io
 import logging
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -12,6 +14,7 @@ import pytest
 import torch
 import webdataset
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from mmkit.cli import main
 from mmkit.config import ClipConfig, ConfigError, DataConfig, FilterRule, SourceConfig
@@ -91,6 +94,17 @@ def test_an_error_inside_the_writer_drops_the_unfinished_shard(tmp_path):
     assert not list(tmp_path.glob("*.tar"))
 
 
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_folder_with_shards_of_an_earlier_writing_is_refused(tmp_path, kind):
+    folder = f"{tmp_path}/a" if kind == "local" else f"memory://{tmp_path.name}"
+    write(folder, n=30)
+    with pytest.raises(ValueError, match=".* holds 3 shards already, 00000.tar to 00002.tar, .* another folder or delete these"):
+        write(folder, n=7)
+    with ShardWriter(folder, first=3) as writer:
+        writer.write("x", {"jpg": b"x", "txt": "y"})
+    assert len(open_shards(source_config(folder + "/"))) == 31
+
+
 @pytest.mark.parametrize("key", ["a.b", "", "folder.x/a"])
 def test_keys_that_a_reader_would_cut_are_refused(tmp_path, key):
     with ShardWriter(str(tmp_path)) as writer, pytest.raises(ValueError, match="first dot"):
@@ -128,6 +142,11 @@ def test_any_source_of_pairs_becomes_shards_with_its_files_copied_byte_for_byte(
     assert [source[i].meta for i in range(4)] == [{"key": f"k.{i}", "n": i} for i in range(4)] and source[3].caption == "a caption"
     with pytest.raises(ValueError, match="'bad' has 0 pictures"):
         write_examples([Example("bad", (), turns)], str(tmp_path / "bad"))
+    for data, wrong in ((str(tmp_path / "none.jpg"), "none.jpg"), (b"no picture", "of no known image format")):
+        with pytest.raises(ValueError, match="sample 'gone': the picture cannot be read .*" + wrong):
+            write_examples([Example("gone", (ImageRef(data),), turns)], str(tmp_path / "gone"))
+    with pytest.raises(ValueError, match="a.jpg/x cannot be made"):
+        write_examples(examples, str(tmp_path / "a.jpg" / "x"))
 
 
 def test_the_command_writes_shards_from_a_table_and_checks_them(tmp_path, capsys):
@@ -151,7 +170,12 @@ def test_brace_patterns_and_joined_sources(tmp_path):
     assert expand("x.tar::y.tar") == ["x.tar", "y.tar"]
     theirs = webdataset.shardlists.expand_urls("d/{008..011}.tar::y/{a,b}.tar")
     assert expand("d/{008..011}.tar::y/{a,b}.tar") == theirs
-    for bad in ("{3..1}.tar", "{x}.tar", "a.tar::", "a.tar::a.tar", str(tmp_path)):
+    for name in ("10", "11", "20"):
+        (tmp_path / f"[1]{name}.tar").touch()
+    assert [path[-6:] for path in expand(f"{tmp_path}/*1*.tar")] == ["10.tar", "11.tar", "20.tar"]
+    assert [path[-6:] for path in expand(f"{tmp_path}/*]{{2,1}}*.tar")] == ["20.tar", "10.tar", "11.tar"]
+    (tmp_path / "empty").mkdir()
+    for bad in ("{3..1}.tar", "{x}.tar", f"{tmp_path}/x*.tar", "a.tar::", "a.tar::a.tar", str(tmp_path / "empty")):
         with pytest.raises(ConfigError):
             expand(bad)
 
@@ -192,6 +216,12 @@ def test_extensions_that_no_sample_has_are_an_error_naming_both_sides(tmp_path):
     assert open_shards(source_config(tmp_path / "1.tar"), lenient(caption_key="cls"))[0].caption == "3"
 
 
+def test_files_of_one_key_that_lie_apart_are_said_to(tmp_path):
+    raw_tar(tmp_path / "0.tar", [(f"{i}.{ext}", b"x") for ext in ("jpg", "txt") for i in range(5)])
+    with pytest.raises(ValueError, match="the files of one key do not stand side by side: 5 keys come again later"):
+        open_shards(source_config(tmp_path / "0.tar"), lenient())
+
+
 def test_duplicate_and_dotted_keys_are_counted(tmp_path):
     pair = lambda key: [(f"{key}.jpg", b"x"), (f"{key}.txt", key.encode())]
     raw_tar(tmp_path / "0.tar", [*pair("a"), *pair("b"), *pair("a"), ("c.v1.jpg", b"x"), ("c.v1.txt", b"x")])
@@ -216,6 +246,32 @@ def test_broken_metadata_is_counted_and_a_rule_for_another_type_counts_as_missin
     rule = FilterRule(key="s", op=">", value=0)
     assert open_shards(source_config(tmp_path / "0.tar", filters=(rule,)), lenient()).counts == {"samples": 2, "bad json": 1}
     assert not keeps(rule, {"s": "high"}) and keeps(FilterRule(key="s", op=">", value=0, if_missing="keep"), {"s": None})
+
+
+def test_a_filter_that_removes_everything_is_named_with_the_keys_seen(tmp_path, caplog):
+    write(tmp_path, n=5, meta=lambda i: {"punsafe": i / 20, "NSFW": "UNLIKELY"})
+    misspelt = {"key": "punsave", "op": "<", "value": 0.5}
+    with pytest.raises(ValueError, match="remove all 5 samples .5 by punsave < 0.5.; no sample has a value for punsave; .*: NSFW, punsafe"):
+        open_shards(source_config(tmp_path, filters=(FilterRule(**misspelt),)))
+    with pytest.raises(ValueError, match="remove all 5 samples .5 by punsafe > 0.5.; keys"):
+        open_shards(source_config(tmp_path, filters=(FilterRule(key="punsafe", op=">", value=0.5),)))
+    assert len(open_shards(source_config(tmp_path, filters=(FilterRule(**misspelt, if_missing="keep"),)))) == 5
+    assert "no sample has a value for punsave" in caplog.text
+    with pytest.raises(ConfigError, match="`in` needs a list"):
+        open_shards(source_config(tmp_path, filters=(FilterRule(key="NSFW", op="in", value="UNLIKELY"),)))
+
+
+@pytest.mark.parametrize(
+    "op, wanted, value, kept",
+    [
+        ("<", "0.5", 0.3, True), ("<", "0.5", 0.7, False), ("<", 0.5, "0.3", True), ("<", "10", "9", True), (">", "b", "a", False),
+        ("==", "0.1", 0.1, True), ("==", "007", "7", False), ("!=", 1, "1.0", False), ("in", ["0.1", "b"], 0.1, True),
+        ("in", [1, 2], "2", True), ("not in", [1, 2], "3", True), ("in", ["12345678901234567890"], 12345678901234567891, False),
+        ("<", 0.5, "low", False), ("<", [1], 0, False),
+    ],
+)  # fmt: skip
+def test_rules_compare_numbers_that_are_text_as_numbers(op, wanted, value, kept):
+    assert keeps(FilterRule(key="s", op=op, value=wanted), {"s": value}) == kept
 
 
 # ---------------------------------------------------------------- order
@@ -281,19 +337,6 @@ def test_resampling_repeats_shards_and_says_how_many_samples_to_expect(tmp_path)
     drawn = [len(set(source.draw_order(np.random.default_rng(seed), 30).tolist())) for seed in range(300)]
     assert np.mean(drawn) == pytest.approx(21.1, abs=0.8)
     assert all(len(source.draw_order(np.random.default_rng(seed), 45)) == 45 for seed in range(20))
-
-
-def test_shard_weights_change_how_often_a_source_is_drawn(tmp_path):
-    write(tmp_path / "a", n=20)
-    write(tmp_path / "b", n=20, start=100)
-    config = source_config(f"{tmp_path}/a::{tmp_path}/b")
-    source = open_shards(config, DataConfig(resampled=True), shard_weights=(1, 3))
-    drawn = source.draw_order(np.random.default_rng(0), 40_000)
-    assert np.mean(drawn >= 20) == pytest.approx(0.75, abs=0.02)
-    with pytest.raises(ConfigError, match="resampled"):
-        open_shards(config, shard_weights=(1, 3))
-    with pytest.raises(ConfigError, match="one for each"):
-        open_shards(config, DataConfig(resampled=True), shard_weights=(1,))
 
 
 # ---------------------------------------------------------------- remote
@@ -363,8 +406,30 @@ def test_a_pipe_is_fetched_once_and_its_failure_is_reported(tmp_path):
     source = open_shards(source_config(f"pipe:echo x >> {counter}; cat {tmp_path}/a/00000.tar"))
     assert [source[i].caption for i in range(3)] == ["caption 0", "caption 1", "caption 2"]
     assert counter.read_text() == "x\n"
+    assert os.listdir(tmp_path / "cache" / "shards") == []  # held open without a name, gone with the process
     bad = index_of("pipe:echo no such bucket >&2; exit 3")
     assert bad.counts == {"absent shard": 1} and "no such bucket" in bad.message
+
+
+def test_a_pipe_opened_anew_gives_what_its_command_gives_now(tmp_path):
+    write(tmp_path / "a", n=3)
+    write(tmp_path / "b", n=4, start=10)
+    path = f"pipe:cat {tmp_path}/now.tar"
+    for folder, keys in (("a", 3), ("b", 4)):
+        shutil.copy(tmp_path / folder / "00000.tar", tmp_path / "now.tar")
+        source = open_shards(source_config(path))
+        assert len(source) == keys and len(list(DataLoader(Captions(source), batch_size=None, num_workers=1))) == keys
+
+
+class Captions:
+    def __init__(self, source):
+        self.source = source
+
+    def __len__(self):
+        return len(self.source)
+
+    def __getitem__(self, i):
+        return self.source[i].caption
 
 
 def test_the_index_is_kept_and_made_anew_when_the_shard_changes(tmp_path, monkeypatch):
@@ -374,6 +439,7 @@ def test_the_index_is_kept_and_made_anew_when_the_shard_changes(tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr("mmkit.data.tar_index.members", None)
         assert len(index_of(path)) == 3
+    os.remove(path)
     write(tmp_path, n=4)
     assert len(index_of(path)) == 4
 

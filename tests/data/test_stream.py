@@ -13,10 +13,12 @@ import torch
 from PIL import Image
 
 from mmkit.config import ClipConfig, ConfigError, DataConfig, FilterRule, SourceConfig, changed
+from mmkit.data import dealing
 from mmkit.data import stream as streaming
 from mmkit.data.loader import loader, training_source
 from mmkit.data.mixture import Mixture
-from mmkit.data.stream import ShardLog, ShardSet, check_enough, known_samples, shard_order, split, streamed
+from mmkit.data.shard_sizes import known_samples, known_sizes
+from mmkit.data.stream import ShardLog, ShardSet, check_enough, streamed
 from mmkit.data.tar_writer import ShardWriter
 from mmkit.launch import preflight
 from mmkit.training.loop import train
@@ -94,24 +96,27 @@ def test_which_sources_are_streamed(tmp_path, monkeypatch, caplog):
     assert isinstance(training_source(data_of(path, resampled=False), MODEL), Mixture)
     monkeypatch.setattr(streaming, "MANY", 5)
     assert isinstance(training_source(data_of(path, resampled=False), MODEL), ShardSet)
+    rule = (FilterRule(key="x", op="<", value=1, if_missing="keep"),)
+    assert isinstance(training_source(data_of(path, resampled=False, filters=rule), MODEL), Mixture) and "leave out filters" in caplog.text
     capped = DataConfig(sources=(SourceConfig(name="a", format="webdataset", path=path, cap=3),), resampled=True, samples_per_epoch=9)
     assert isinstance(training_source(capped, MODEL), Mixture)
     (tmp_path / "a" / "sizes.json").unlink()
+    assert isinstance(training_source(data_of(path, resampled=False), MODEL), Mixture)
     assert isinstance(training_source(data_of(path, None), MODEL), Mixture) and "set data.samples_per_epoch" in caplog.text
 
 
 def test_sizes_come_from_the_files_that_writers_leave(tmp_path):
     path = write(tmp_path / "a")
     urls = [f"{path}/{k:05d}.tar" for k in range(6)]
-    assert known_samples(urls) == 60 and known_samples(urls[:2]) == 20
+    assert known_samples(urls) == 60 and known_samples(urls[:2]) == 20 and known_sizes(urls[4:1:-1]) == [10, 10, 10]
     os.remove(f"{path}/sizes.json")
     assert known_samples(urls) is None and known_samples(["pipe:cat x"]) is None
     (tmp_path / "a" / "__len__").write_text("61")
-    assert known_samples(urls) == 61 and known_samples(urls[:2]) is None
+    assert known_samples(urls) == 61 and known_samples(urls[:2]) is None and known_sizes(urls) is None
     os.remove(f"{path}/__len__")
     for k in range(6):
         (tmp_path / "a" / f"{k:05d}_stats.json").write_text(json.dumps({"count": 20, "successes": 9}))
-    assert known_samples(urls) == 54
+    assert known_samples(urls) == 54 and known_sizes(urls) == [9] * 6
     os.remove(f"{path}/00003_stats.json")
     assert known_samples(urls) is None
     assert streamed(data_of(write(tmp_path / "b"), None)).samples_per_epoch == 60
@@ -177,6 +182,7 @@ def test_a_remote_shard_is_fetched_once_and_its_copy_goes(tmp_path, source):
 def test_a_stop_after_any_batch_goes_on_bit_identical(tmp_path, monkeypatch, resampled, workers, stop):
     monkeypatch.setattr(streaming, "MANY", 1)
     monkeypatch.setattr(streaming, "GROUP", 2)
+    monkeypatch.setattr(dealing, "GROUP", 2)
     data = data_of(write(tmp_path / "a", n=64, per_shard=7), 62, resampled=resampled, workers=workers)
     with read(data) as whole:
         take(whole, stop)
@@ -214,12 +220,66 @@ def test_without_replacement_all_streams_together_read_every_shard_once_and_as_m
     assert sorted(seen) == [f"{i:05d}" for i in range(120)]
 
 
-def test_a_stream_with_too_few_samples_begins_again_so_that_all_have_as_many_steps(tmp_path, monkeypatch):
+def read_on(data, layouts):
+    """(keys read, last state) of (processes, workers, blocks) one after the other, each going on where the one before stopped."""
+    state, seen = None, []
+    for world, workers, blocks in layouts:
+        states = []
+        for rank in range(world):
+            with read(data.model_copy(update={"workers": workers}), state, rank, world, device_batch=4) as stream:
+                seen += keys(take(stream, blocks))
+                states.append(json.loads(json.dumps(stream.state_dict())))
+        assert all(other == states[0] for other in states)
+        state = states[0]
+    return seen, state
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [(2, 2, 25)], [(3, 1, 17)], [(1, 0, 3), (1, 0, 47)], [(2, 1, 3), (1, 2, 44)], [(1, 0, 3), (3, 0, 16)],
+        [(1, 2, 7), (3, 0, 4), (2, 1, 5), (1, 0, 21)], [(3, 1, 18), (2, 0, 3), (1, 1, 40)],
+    ],
+)  # fmt: skip
+def test_every_sample_of_a_streamed_epoch_comes_once_whoever_reads_on(tmp_path, monkeypatch, layouts):
+    """200 samples in shards of 17, across stops, changes of processes and workers, and a batch that straddles two epochs."""
+    monkeypatch.setattr(streaming, "MANY", 5)
+    monkeypatch.setattr(dealing, "GROUP", 3)
+    data = data_of(write(tmp_path / "a", n=200, per_shard=17), None, resampled=False)
+    seen, state = read_on(data, layouts)
+    assert state["rows"] == len(seen) == state["epoch"] * 200 + state["row"]
+    assert len(seen) > 200 or len(set(seen)) == 200
+    seen, _ = read_on(data, [*layouts, (1, 0, (400 - len(seen)) // 4)])
+    assert sorted(seen) == sorted(2 * [f"{i:05d}" for i in range(200)])
+
+
+def test_what_a_shard_lacks_is_replaced_and_what_it_has_beyond_its_count_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "MANY", 1)
-    path = write(tmp_path / "a", n=45, per_shard=10)  # the last shard has 5
-    batches = [take(read(data_of(path, 50, resampled=False), rank=rank, world=2), 5) for rank in range(2)]
-    assert all(batch.epoch == 0 for found in batches for batch in found)
-    assert len(set(keys(sum(batches, [])))) >= 40
+    path = write(tmp_path / "a", n=60)
+    damaged = tmp_path / "a" / "00001.tar"
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    os.remove(tmp_path / "a" / "00003.tar")
+    (tmp_path / "a" / "sizes.json").write_text(json.dumps({f"{k:05d}.tar": 10 - 2 * (k == 5) for k in range(6)}))
+    with read(data_of(path + "/{00000..00005}.tar", None, resampled=False, max_bad_share=0.9)) as stream:
+        found = keys(take(stream, 12))
+        bad = stream.counts["bad"]
+    assert {int(key) for key in found if not 10 <= int(key) < 20} == {*range(10), *range(20, 30), *range(40, 58)}
+    assert bad == {"truncated tar": 2, "absent shard": 2, "more than the count beside the shards": 4}  # opened in two epochs
+
+
+def test_a_group_of_absent_shards_is_replaced_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "MANY", 1)
+    monkeypatch.setattr(dealing, "GROUP", 1)
+    path = write(tmp_path / "a", n=30)
+    os.remove(tmp_path / "a" / "00001.tar")
+    data = data_of(path + "/{00000..00002}.tar", None, resampled=False, max_bad_share=0.9)
+    assert {int(key) // 10 for key in keys(take(read(data), 6))} == {0, 2}
+
+
+def test_closed_shards_are_forgotten(tmp_path):
+    stream = read(data_of(write(tmp_path / "a", n=1000, per_shard=10), 1000))
+    take(stream, 150)
+    assert len(stream.builder.mixture.open) <= 2 * streaming.GROUP
 
 
 def test_on_other_processes_the_position_goes_on(tmp_path):
@@ -247,7 +307,7 @@ def test_weights_say_how_often_a_source_is_drawn(tmp_path):
     weighted = data.model_copy(update={"sources": (data.sources[0].model_copy(update={"weight": 0.75}), data.sources[1])})
     for config, share in ((data, 4 / 12), (weighted, 0.75)):
         shards = streamed(config)
-        drawn = [shards.shard(0, 0, 0, 1, number) for number in range(4000)]
+        drawn = [shards.drawn(0, 0, 0, number) for number in range(4000)]
         assert np.mean(np.array(drawn) < 4) == pytest.approx(share, abs=0.03)
     stream = read(weighted)
     take(stream, 40)
@@ -315,14 +375,6 @@ def test_more_damaged_shards_than_chance_explains_stop_the_run():
     assert len(lucky.damaged) == 4 and lucky.opened == 400
     with pytest.raises(ValueError, match="2 of 2 shards are damaged or missing, more than data.max_bad_share 1.0%"):
         ShardLog().add([bad | {"shard": "0"}, bad | {"shard": "1"}], 0.01)
-
-
-def test_split_after_the_shuffle_covers_every_shard_once():
-    for epoch in (0, 1):
-        order = shard_order(17, seed=3, epoch=epoch)
-        parts = [split(order, stream, 8).tolist() for stream in range(8)]
-        assert sorted(sum(parts, [])) == list(range(17))
-    assert shard_order(17, 3, 0).tolist() != shard_order(17, 3, 1).tolist()
 
 
 def test_fewer_shards_than_readers_is_said_before_anything_starts():
