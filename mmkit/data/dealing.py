@@ -16,7 +16,6 @@ import numpy as np
 
 SHARD = 1 << 32  # an example number is shard * SHARD + its place in the shard
 GROUP, MIXED = 8, 5000  # a group of shards whose samples are mixed ends with this many shards or samples
-_BITS = 40  # of a number in `packed`
 
 
 class Layout(NamedTuple):
@@ -58,21 +57,6 @@ class Layout(NamedTuple):
         if tail and (first + full) % self.workers == worker:
             rows += len(range(rank, tail, self.world))
         return rows
-
-
-def packed(layouts: Sequence[Layout]) -> int:
-    """The layouts that have read an epoch as one number, for a saved position."""
-    return functools.reduce(lambda number, digit: (number << _BITS) + digit, itertools.chain(*layouts), 0)
-
-
-def unpacked(number: int) -> tuple[Layout, ...]:
-    """What `packed` was given."""
-    layouts: list[Layout] = []
-    while number:
-        digits = [number >> _BITS * place & (1 << _BITS) - 1 for place in range(4)]
-        layouts.insert(0, Layout(*reversed(digits)))
-        number >>= 4 * _BITS
-    return tuple(layouts)
 
 
 class Piece(NamedTuple):

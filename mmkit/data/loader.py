@@ -107,7 +107,7 @@ class Loader:
         self.workers, self.max_bad = workers, max_bad
         self.counts: dict[str, Any] = {"seen": 0, "examined": 0, "rows": 0, "tokens": 0, "positions": 0, "bad": Counter(), "sources": Counter()}
         self._samples_named: list[Problem] = []
-        self._position = {"epoch": 0, "window": 0, "row": 0, "rows": 0, "samples": 0}
+        self._position = dict(plan.begin)
         self._batches: Iterator | None = None
         self.shards = ShardLog()
 
@@ -175,7 +175,7 @@ class Loader:
                     f"the saved data position has {name} {state.get(name)!r}, this run has {mine!r}{which}; "
                     "resume with the same sources and seed, or start the data anew"
                 )
-        self._position = {name: int(state[name]) for name in self._position}
+        self._position = {name: state[name] for name in self.plan.begin}
         self.close()
 
     @property

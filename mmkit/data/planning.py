@@ -28,6 +28,8 @@ REMEMBERED = 65_536  # encoded conversations kept for later epochs
 class ExamplePlan:
     """Rows of contrastive data: one example each, in the mixture's order. Also the base of `ConversationPlan`."""
 
+    begin: dict[str, int] = {"epoch": 0, "window": 0, "row": 0, "rows": 0, "samples": 0}  # the position of a run that has read nothing
+
     def __init__(self, mixture: Mixture, *, seed: int, train: bool, by_image: bool = False, megabatch: int = 0):
         self.mixture, self.seed, self.train = mixture, seed, train
         self.by_image, self.megabatch = by_image, megabatch

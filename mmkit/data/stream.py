@@ -30,7 +30,7 @@ import numpy as np
 from mmkit.config import ConfigError, DataConfig, SourceConfig
 from mmkit.data.batches import Batch, Problem, Shape
 from mmkit.data.building import ClipBuilder, Task
-from mmkit.data.dealing import GROUP, MIXED, SHARD, Layout, deal, group_size, packed, unpacked
+from mmkit.data.dealing import GROUP, MIXED, SHARD, Layout, deal, group_size
 from mmkit.data.example import Example
 from mmkit.data.mixture import wanted_counts
 from mmkit.data.shard_sizes import known_samples, known_sizes
@@ -41,7 +41,7 @@ from mmkit.data.tar_index import FILTERED, ShardIndex, index_of, opened_index, r
 log = logging.getLogger(__name__)
 
 MANY = 1000  # shards; a set without replacement is streamed from here on
-FIRSTSHARDS, FIRST_SAMPLES = 8, 100  # looked at before training starts
+FIRST_SHARDS, FIRST_SAMPLES = 8, 100  # looked at before training starts
 IDLE_GROUPS = 64  # without one usable sample: an error
 BEYOND = "more than the count beside the shards"
 _PLAIN = ("shard", "source", "samples", "ok", "message")  # fields of a shard's row that are no causes
@@ -137,7 +137,7 @@ class ShardSet:
         """The first shards of one source by index, for looking at."""
         number = self.configs.index(config)
         begin, end = [0, *self.ends.tolist()][number : number + 2]
-        urls = self.urls[begin : min(end, begin + FIRSTSHARDS)]
+        urls = self.urls[begin : min(end, begin + FIRST_SHARDS)]
         return ShardSource(config.name, [index_of(url, self.caption, config.filters) for url in urls])
 
     def share(self, config: SourceConfig) -> int:
@@ -148,7 +148,7 @@ class ShardSet:
     def check_first(self) -> None:
         """ValueError where the first shard that is there holds no usable sample (U21), or none of the first few is there."""
         messages = []
-        for shard in range(min(FIRSTSHARDS, len(self))):
+        for shard in range(min(FIRST_SHARDS, len(self))):
             index = opened_index(self.urls[shard], self.caption, self.config(shard).filters, most=FIRST_SAMPLES)
             index.close()
             if index.found:
@@ -190,6 +190,7 @@ class StreamPlan:
 
     train = True
     settings: dict[str, int] = {}  # a position in samples depends on nothing else
+    begin: dict[str, Any] = {"epoch": 0, "row": 0, "layouts": [], "rows": 0, "samples": 0}  # layouts: who has read the epoch so far
 
     def __init__(self, mixture: ShardSet, *, seed: int, world: int, workers: int):
         self.mixture, self.seed, self.workers = mixture, seed, max(workers, 1)
@@ -200,7 +201,7 @@ class StreamPlan:
         """Samples of an epoch."""
         return self.mixture.samples_per_epoch
 
-    def tasks(self, state: dict[str, int], rank: int, world: int, device_batch: int) -> Iterator[Place]:
+    def tasks(self, state: dict[str, Any], rank: int, world: int, device_batch: int) -> Iterator[Place]:
         """One process's batches from position ``state`` on, endless. Workers take turns, so each has one stream an epoch."""
         parts = self._drawn if self.mixture.sizes is None else self._dealt
         for found, place in parts(state, rank, Layout(0, world, self.workers, device_batch)):
@@ -209,7 +210,7 @@ class StreamPlan:
             epochs = tuple(part.epoch for part in found for _ in range(part.n))
             yield Place((), Shape(device_batch, 1), epochs, state, parts=found)
 
-    def _drawn(self, state: dict[str, int], rank: int, layout: Layout) -> Iterator[tuple[tuple[Part, ...], dict[str, int]]]:
+    def _drawn(self, state: dict[str, Any], rank: int, layout: Layout) -> Iterator[tuple[tuple[Part, ...], dict[str, Any]]]:
         """(parts of a batch, place after it): an epoch is a whole number of blocks."""
         blocks = max(1, round(self.mixture.samples_per_epoch / layout.size))
         epoch, first = state["epoch"], state["row"] // layout.size
@@ -218,18 +219,15 @@ class StreamPlan:
                 turn, worker = divmod(block, layout.workers)
                 length = -(-(blocks - worker) // layout.workers) * layout.batch
                 part = Part(epoch, rank + layout.world * worker, turn * layout.batch, layout.batch, length)
-                yield (part,), {"epoch": epoch, "window": 0, "row": (block + 1) * layout.size}
+                yield (part,), {"epoch": epoch, "row": (block + 1) * layout.size, "layouts": []}
             epoch, first = epoch + 1, 0
 
-    def _dealt(self, state: dict[str, int], rank: int, layout: Layout) -> Iterator[tuple[tuple[Part, ...], dict[str, int]]]:
-        """(parts of a batch, place after it): a block takes what is left of an epoch and the rest from the next.
-
-        ``window`` of a place keeps the layouts that have read the epoch so far.
-        """
+    def _dealt(self, state: dict[str, Any], rank: int, layout: Layout) -> Iterator[tuple[tuple[Part, ...], dict[str, Any]]]:
+        """(parts of a batch, place after it): a block takes what is left of an epoch and the rest from the next."""
         total = self.mixture.samples_per_epoch
         if layout.size > total:
             raise ConfigError(f"an epoch of {total} samples is less than one batch of all processes, {layout.size}; use a smaller batch")
-        epoch, row, layouts = state["epoch"], state["row"], unpacked(state["window"]) or (layout,)
+        epoch, row, layouts = state["epoch"], state["row"], tuple(Layout(*numbers) for numbers in state["layouts"]) or (layout,)
         if row and layouts[-1][1:] != layout[1:]:
             layouts += (layout._replace(start=row),)
         while True:
@@ -241,7 +239,7 @@ class StreamPlan:
             if n < layout.size:
                 epoch, row, layouts = epoch + 1, layout.size - n, (layout,)
                 parts.append(self._part(epoch, 0, row, rank, layouts, row))
-            yield tuple(part for part in parts if part.n), {"epoch": epoch, "window": packed(layouts), "row": row}
+            yield tuple(part for part in parts if part.n), {"epoch": epoch, "row": row, "layouts": [list(each) for each in layouts]}
 
     def _part(self, epoch: int, row: int, n: int, rank: int, layouts: tuple[Layout, ...], head: int | None = None) -> Part:
         """One process's part of the ``n`` rows from ``row`` on."""

@@ -108,7 +108,8 @@ def data_position(state: TrainState, values: dict) -> dict:
     changed = {name: now[name] for name in ("seed", "rows_of") if saved.get(name) != now[name]}
     if not changed:
         return saved
-    return saved | changed | {"epoch": round(saved["samples"] / state.loader.samples_per_epoch), "window": 0, "row": 0}
+    counted = {"epoch": round(saved["samples"] / state.loader.samples_per_epoch), "rows": saved["rows"], "samples": saved["samples"]}
+    return saved | changed | state.loader.plan.begin | counted
 
 
 def batch_of(values: dict, run: RunConfig) -> int:
@@ -138,7 +139,7 @@ def branch(state: TrainState, path: str, values: dict) -> None:
     own = Store(path.rstrip("/").rpartition("/")[0] or ".").path() == state.checkpoints.store.path()
     now = state.loader.state_dict()
     changes = {"data": {name: now[name] for name in ("epoch", "rows", "seed")}, "step_there": values["step"]}
-    if any(now[name] != values["data"][name] for name in ("seed", "epoch", "window", "row")):  # begun at the nearest epoch
+    if any(now[name] != values["data"].get(name) for name in ("seed", *state.loader.plan.begin)):  # begun at the nearest epoch
         again = round(now["samples"] - now["epoch"] * state.loader.samples_per_epoch)
         changes |= {"samples_read_again": max(again, 0), "samples_left_out": max(-again, 0)}
     state.history.append(asked_of(state.run) | {"from": path, "step": state.step, "samples": state.samples} | changes)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 MEASURED = {"vlm": (VALIDATION_LOSS, "eval_accuracy"), "clip": (VALIDATION_LOSS,)}  # what data.validation gives
 OF_MODEL = (*SHARED, "teacher_scale")  # features that belong to no pair
-START = {"epoch": 0, "window": 0, "row": 0, "rows": 0, "samples": 0}
 
 
 # ---------------------------------------------------------------- before the run
@@ -91,7 +90,7 @@ def places(source: SourceConfig) -> set[tuple[str, str]]:
 @torch.no_grad()
 def measure(state: TrainState) -> dict[str, float]:
     """``eval_...`` of the held-out data with the weights as they are, the objective being in evaluation mode. All processes."""
-    state.held_out.load_state_dict(state.held_out.state_dict() | START)
+    state.held_out.load_state_dict(state.held_out.state_dict() | state.held_out.plan.begin)
     try:
         return of_tokens(state) if state.run.model.kind == "vlm" else of_pairs(state)
     finally:
