@@ -35,17 +35,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         return options.run_command(options) or 0
-    except ValueError as error:
-        if options.verbose and not isinstance(error, ConfigError):
-            raise
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `mmkit ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except (ValueError, OSError) as error:  # OSError: a path that cannot be written, a full disk
+        if options.verbose and not isinstance(error, ConfigError):
+            raise
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        return 2
 
 
 # ---------------------------------------------------------------- the parser

@@ -228,3 +228,14 @@ def test_an_installed_wheel_imports_whole_and_carries_its_presets(tmp_path):
     done = subprocess.run([sys.executable, "-c", walk], capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().endswith(str(tmp_path / "site" / "mmkit" / "params"))
+
+
+def test_a_disk_that_refuses_is_one_line(monkeypatch, capsys):
+    def full(options):
+        raise OSError(28, "No space left on device", "runs/x")
+
+    monkeypatch.setattr(cli, "_doctor", full)
+    assert cli.main(["doctor"]) == 2
+    assert capsys.readouterr().err == "mmkit: error: [Errno 28] No space left on device: 'runs/x'\n"
+    with pytest.raises(OSError, match="No space left"):
+        cli.main(["doctor", "-v"])
