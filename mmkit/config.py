@@ -8,6 +8,7 @@ impossible combination is a `ConfigError` that says which field, which value, wh
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import types
 import typing
@@ -205,7 +206,7 @@ class LoraConfig(Settings):
     """Adapters by peft on the linear layers of named components."""
 
     rank: int = Field(64, gt=0)
-    alpha: float = 16
+    alpha: float = Field(16, gt=0)
     dropout: float = Field(0.05, ge=0, lt=1)
     targets: tuple[str, ...] = ()  # full-name patterns (regex); empty = every linear layer but the head
     components: tuple[Component, ...] = ("language",)
@@ -218,10 +219,10 @@ class OptimizerConfig(Settings):
     """AdamW and its schedule."""
 
     lr: float = Field(2e-5, gt=0)
-    lr_of: dict[Component, float] = {}  # own learning rate of a component
+    lr_of: dict[Component, Annotated[float, Field(gt=0)]] = {}  # own learning rate of a component
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    eps: float = Field(1e-8, ge=0)
     kind: Literal["adamw", "adamw_8bit"] = "adamw"
     warmup: float = Field(0.03, ge=0)  # below 1: share of all steps; else steps
     schedule: Literal["cosine", "linear", "constant", "const-cooldown", "plateau"] = "cosine"
@@ -302,7 +303,7 @@ class BackendConfig(Settings):
     deepspeed_config: str | None = None  # a user's DeepSpeed file; "auto" is filled in
     processes: int = Field(1, ge=1)
     nodes: int = Field(1, ge=1)
-    xla_devices: int | None = Field(None, gt=0)  # virtual CPU devices, for tests and laptops
+    xla_devices: int | None = Field(None, gt=0)  # of all hosts of the mesh; None = 1. Virtual ones of the CPU, unless PJRT_DEVICE says TPU
     fsdp_axis: int | None = Field(None, gt=0)  # xla mesh is (data, fsdp) with this fsdp size; None = all devices
 
 
@@ -341,21 +342,16 @@ class RunConfig(Settings):
     @property
     def accumulation(self) -> int:
         """Micro-batches of one step; error where the three numbers do not fit."""
-        one_pass = self.train.device_batch * self.devices
-        if self.train.global_batch % one_pass:
-            lower = max(self.train.global_batch // one_pass, 1) * one_pass
-            raise ConfigError(
-                f"global_batch {self.train.global_batch} does not divide by device_batch {self.train.device_batch} x {self.devices} "
-                f"devices = {one_pass}; use {lower} or {lower + one_pass}"
-            )
-        return self.train.global_batch // one_pass
+        batch, one_pass = self.train.global_batch, self.train.device_batch * self.devices
+        if batch % one_pass:
+            product, lower = f"device_batch {self.train.device_batch} x {self.devices} devices", max(batch // one_pass, 1) * one_pass
+            raise ConfigError(f"global_batch {batch} does not divide by {product} = {one_pass}; use {lower} or {lower + one_pass}")
+        return batch // one_pass
 
     @property
     def devices(self) -> int:
-        """Devices that share one step."""
-        if self.backend.kind == "xla":
-            return self.backend.xla_devices or int(os.environ.get("MMKIT_XLA_DEVICES", "1"))
-        return self.backend.processes * self.backend.nodes
+        """Devices that share one step. Those of xla are known by name only: a config says the same on every machine."""
+        return (self.backend.xla_devices or 1) if self.backend.kind == "xla" else self.backend.processes * self.backend.nodes
 
 
 # ---------------------------------------------------------------- text -> RunConfig, in this one place
@@ -363,6 +359,10 @@ class RunConfig(Settings):
 _FOLDER = Path(__file__).resolve().parent  # a wheel carries params/ inside the package, a checkout beside it
 PARAMS = Path(os.environ.get("MMKIT_PARAMS") or _FOLDER.joinpath("params" if (_FOLDER / "params").is_dir() else "../params").resolve())
 STAGES: tuple[str, ...] = typing.get_args(Stage)
+READ_WITH: dict[str, dict[str, str]] = {  # a setting that only some runs read -> what these have beside it
+    "strategy": {"kind": "torch"}, "static_graph": {"kind": "torch", "strategy": "ddp"}, "zero_stage": {"kind": "deepspeed"},
+    "cooldown": {"schedule": "const-cooldown"}, "rewind_precision": {"action": "rewind"}, "rewind_lr_factor": {"action": "rewind"},
+}  # fmt: skip
 
 
 def presets(folder: Path | None = None) -> tuple[str, ...]:
@@ -377,12 +377,9 @@ def nearest(name: str, known) -> str:
 
 
 def load(model: str = "tiny", stage: str = "pretrain", overrides: dict[str, Any] | None = None, source: str = "overrides") -> RunConfig:
-    """The run of preset ``model`` at ``stage``.
+    """The run of preset ``model`` at ``stage``; ConfigError for what is unknown, wrong, read by nothing or does not fit together.
 
-    ``overrides`` maps a dotted path (``train.optimizer.lr``) or a name that is unique among all settings (``lr``) to a value;
-    text is converted by the field's type. ``source`` says in error messages where the overrides came from.
-
-    Raises ConfigError for an unknown preset, stage or setting, a wrong value, or settings that do not fit together.
+    ``overrides`` maps a dotted path (``train.optimizer.lr``) or its unique last name to a value or text; ``source`` is their origin.
     """
     if str(stage) not in STAGES:
         raise ConfigError(f"no stage {stage!r}{nearest(stage, STAGES)}; stages are {', '.join(STAGES)}")
@@ -393,7 +390,7 @@ def load(model: str = "tiny", stage: str = "pretrain", overrides: dict[str, Any]
     tree = _merge(tree, stages.get(stage, {})) | {"preset": str(model), "stage": stage}
     for name, value in (overrides or {}).items():
         _assign(tree, setting_path(name, source), value)
-    return _validate(tree, f"params/{model}.yaml" + (f" with {source}" if overrides else ""))
+    return _all_read(_validate(tree, f"params/{model}.yaml" + (f" with {source}" if overrides else "")), overrides or {}, source)
 
 
 def load_file(path: str | Path) -> RunConfig:
@@ -424,20 +421,17 @@ def setting_path(name: str, source: str = "overrides") -> tuple[str, ...]:
         return tuple(hits[0].split("."))
     if hits:
         raise ConfigError(f"setting {name!r} from {source} is ambiguous: say {' or '.join(hits)}")
-    leaves = {path.rsplit(".", 1)[-1] for path in known} | set(known)
-    raise ConfigError(f"no setting {name!r} (from {source}){nearest(name, leaves)}")
+    raise ConfigError(f"no setting {name!r} (from {source}){nearest(name, {path.rsplit('.', 1)[-1] for path in known} | set(known))}")
 
 
-def setting_names() -> dict[str, Any]:
+def setting_names(section: type[Settings] | None = None, prefix: str = "") -> dict[str, Any]:
     """Dotted path -> type of every setting, the model's by its kind-independent union."""
-    return dict(_walk(RunConfig, ""))
-
-
-def _walk(model: type[Settings], prefix: str):
-    for name, field in model.model_fields.items():
-        yield prefix + name, typing.get_origin(field.annotation) or field.annotation
+    names = {}
+    for name, field in (section or RunConfig).model_fields.items():
+        names[prefix + name] = typing.get_origin(field.annotation) or field.annotation
         for kind in _settings_of(field.annotation):
-            yield from _walk(kind, f"{prefix}{name}.")
+            names |= setting_names(kind, f"{prefix}{name}.")
+    return names
 
 
 def _settings_of(annotation) -> list[type[Settings]]:
@@ -454,18 +448,15 @@ def _preset_tree(name: str, chain: tuple[str, ...] = ()) -> dict[str, Any]:
     if name in chain:
         raise ConfigError(f"params: base files form a ring: {' -> '.join((*chain, name))}")
     tree = yaml.safe_load((PARAMS / f"{name}.yaml").read_text(encoding="utf8")) or {}
-    base = tree.pop("base", None)
-    return _merge(_preset_tree(base, (*chain, name)), tree) if base else tree
+    return _merge(_preset_tree(base, (*chain, name)), tree) if (base := tree.pop("base", None)) else tree
 
 
 def _merge(below: dict, above: dict) -> dict:
     """``above`` laid over ``below``: mappings merge, everything else is replaced; ``{replace: true}`` replaces a mapping."""
     if above.get("replace") is True:
         return {key: value for key, value in above.items() if key != "replace"}
-    out = dict(below)
-    for key, value in above.items():
-        out[key] = _merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
-    return out
+    both = [key for key, value in above.items() if isinstance(value, dict) and isinstance(below.get(key), dict)]
+    return below | above | {key: _merge(below[key], above[key]) for key in both}
 
 
 def _assign(tree: dict, path: tuple[str, ...], value: Any) -> None:
@@ -491,10 +482,19 @@ def _validate(tree: dict[str, Any], source: str) -> RunConfig:
     return run
 
 
+def _all_read(run: RunConfig, given: typing.Iterable[str], source: str) -> RunConfig:
+    """``run``; ConfigError for a setting given by hand that it does not read. What a preset brings along may lie idle."""
+    for *above, name in (path for path in (setting_path(name, source) for name in given) if path[-1] in READ_WITH):
+        section, needs = functools.reduce(getattr, above, run), READ_WITH[name]
+        value, has = getattr(section, name), {key: getattr(section, key) for key in needs}
+        if has != needs and value != type(section).model_fields[name].default:
+            raise ConfigError(f"{'.'.join((*above, name))} = {value!r} (from {source}) is read with {needs} only, not {has}; leave it out")
+    return run
+
+
 def _explain(problem: dict, source: str) -> str:
     path = ".".join(str(part) for part in problem["loc"] if part not in ("vlm", "clip"))
     if problem["type"] == "extra_forbidden":
-        leaf = path.rsplit(".", 1)[-1]
-        return f"no setting {path!r} (from {source}){nearest(leaf, {name.rsplit('.', 1)[-1] for name in setting_names()})}"
+        return f"no setting {path!r} (from {source}){nearest(path.split('.')[-1], {name.split('.')[-1] for name in setting_names()})}"
     shown = "" if isinstance(problem["input"], dict) else f" = {problem['input']!r}"
     return f"{path or 'run'}{shown} (from {source}): {problem['msg'].removeprefix('Value error, ')}"

@@ -95,6 +95,15 @@ def test_text_is_converted_by_the_fields_type(name, value, want):
         ({"template": None}, ["template"]),
         ({"model.connector.dept": 3}, ["no setting 'model.connector.dept'"]),
         ({"trainable": "[vision]"}, ["train.trainable", "'vision'"]),
+        ({"train.optimizer.lr_of.connector": -1e-3}, ["train.optimizer.lr_of.connector = -0.001", "greater than 0"]),
+        ({"train.lora": {"alpha": 0}}, ["train.lora.alpha = 0", "greater than 0"]),
+        ({"betas": "[0.9, 1.0]"}, ["train.optimizer.betas.1 = 1.0", "less than 1"]),
+        ({"eps": -1e-8}, ["train.optimizer.eps = -1e-08", "greater than or equal to 0"]),
+        ({"cooldown": 0.2}, ["train.optimizer.cooldown = 0.2", "'const-cooldown'", "'cosine'", "the command line", "leave it out"]),
+        ({"rewind_precision": "fp32"}, ["train.stability.rewind_precision = 'fp32'", "'rewind'", "'stop'"]),
+        ({"strategy": "fsdp"}, ["backend.strategy = 'fsdp'", "'torch'", "'deepspeed'"]),
+        ({"backend.kind": "torch", "zero_stage": 3}, ["backend.zero_stage = 3", "'deepspeed'", "'torch'"]),
+        ({"backend.kind": "torch", "strategy": "fsdp", "static_graph": True}, ["backend.static_graph = True", "'ddp'", "'fsdp'"]),
     ],
 )
 def test_wrong_overrides_are_refused_with_field_value_source_and_remedy(overrides, words):
@@ -102,6 +111,20 @@ def test_wrong_overrides_are_refused_with_field_value_source_and_remedy(override
         load("llava-7b", "finetune", overrides, "the command line")
     for word in words:
         assert word in str(error.value), str(error.value)
+
+
+def test_what_a_preset_or_a_saved_config_says_of_another_backend_may_lie_idle(tmp_path):
+    run = load("ferret-7b", "finetune", {"backend.kind": "torch", "strategy": "ddp"})  # the preset's zero_stage is 3
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml(run), encoding="utf8")
+    assert config.load_file(path) == run and run.backend.zero_stage == 3
+    assert config.changed(load("clip-vit-l-14-debug"), train__stability__action="stop").train.stability.rewind_precision == "fp32"
+
+
+def test_devices_of_xla_are_those_that_are_named():
+    run = load("8b", "finetune", {"xla_devices": 16})
+    assert (run.devices, run.accumulation) == (16, 4)
+    assert load("8b", "finetune").devices == 1
 
 
 def test_unknown_model_and_stage_name_the_nearest():

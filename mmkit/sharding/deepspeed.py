@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from mmkit.config import TrainConfig
 from mmkit.sharding import moments
 from mmkit.sharding.backend import MOMENTS, Entry, Factory, Rules
-from mmkit.sharding.deepspeed_file import filled_settings, read_file
+from mmkit.sharding.deepspeed_file import SCALER, filled_settings, read_file
 from mmkit.sharding.processes import Processes
 from mmkit.sharding.single import Filler, SingleBackend, check_shapes, host, move_buffers, persistent_buffers
 
 log = logging.getLogger(__name__)
-FIRST_SCALE = 2.0**16  # as torch's GradScaler, so that both kinds start alike
+FIRST_SCALE = 2.0 ** SCALER["initial_scale_power"]  # as torch's GradScaler, so that both kinds start alike
 
 
 class DeepSpeedBackend(Processes, SingleBackend):
@@ -96,8 +96,9 @@ class DeepSpeedBackend(Processes, SingleBackend):
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
         self._loss_scaler = DynamicLossScaler(
-            FIRST_SCALE, scale_window=2000, min_scale=1.0, delayed_shift=1, consecutive_hysteresis=False, raise_error_at_min_scale=False
-        )
+            FIRST_SCALE, scale_window=SCALER["loss_scale_window"], min_scale=float(SCALER["min_loss_scale"]),
+            delayed_shift=SCALER["hysteresis"], consecutive_hysteresis=False, raise_error_at_min_scale=False,
+        )  # fmt: skip
         self.optimizer.override_loss_scale(self._loss_scaler.cur_scale)
 
     def _begin_moments(self) -> None:

@@ -45,9 +45,10 @@ class ProcessEnvironment:
 def process_environment(env: Mapping[str, str]) -> ProcessEnvironment:
     """The place that ``env`` describes. Torchrun's variables win over SLURM's, SLURM's over a TPU pod's.
 
-    MASTER_ADDR and MASTER_PORT alone override what SLURM's variables give. ConfigError names the missing variables where a set
-    is incomplete, and the variable that is not a number.
+    MASTER_ADDR and MASTER_PORT alone override what SLURM's variables give. An empty variable counts as unset. ConfigError names the
+    missing variables where a set is incomplete, and the variable that is not a number.
     """
+    env = {name: value for name, value in env.items() if value.strip()}
     if any(name in env for name in TORCHRUN[:3]):
         return _from_torchrun(env)
     if "SLURM_PROCID" in env and env.get("SLURM_NTASKS", "2") != "1":
@@ -82,14 +83,14 @@ def _from_tpu_pod(env: Mapping[str, str]) -> ProcessEnvironment:
 
 
 def _require(env: Mapping[str, str], names: tuple[str, ...], hint: str) -> None:
-    if missing := [name for name in names if not env.get(name)]:
-        present = [name for name in names if env.get(name)]
+    if missing := [name for name in names if name not in env]:
+        present = [name for name in names if name in env]
         raise ConfigError(f"environment has {', '.join(present)} but not {', '.join(missing)}; {hint}")
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name)
-    if not text and default is not None:
+    if text is None and default is not None:
         return default
     try:
         return int(text)
@@ -105,22 +106,34 @@ def _checked(place: ProcessEnvironment) -> ProcessEnvironment:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """``gpu[03-05,11],login`` -> gpu03, gpu04, gpu05, gpu11, login: SLURM's short form written out, zeros kept."""
-    hosts = [host for part in re.split(r",(?![^\[]*\])", text.strip()) for host in _expand(part.strip()) if host]
+    """``gpu[03-05,11],login`` -> gpu03, gpu04, gpu05, gpu11, login: SLURM's short form written out, zeros kept.
+
+    ConfigError for a list without a host and for one that is not of this form.
+    """
+    try:
+        hosts = [host for part in re.split(r",(?![^\[]*\])", text.strip()) for host in _expand(part.strip()) if host]
+    except ValueError as error:
+        raise ConfigError(f"SLURM_JOB_NODELIST={text!r}: {error}; write hosts as gpu[03-05,11],login") from None
     if not hosts:
         raise ConfigError(f"SLURM_JOB_NODELIST={text!r} names no host")
     return hosts
 
 
 def _expand(part: str) -> list[str]:
+    """The hosts of one part; ValueError says what is wrong with it."""
     match = re.match(r"([^\[]*)\[([^\]]*)\](.*)$", part)
+    if not match and set("[]") & set(part):
+        raise ValueError(f"{part!r} has a bracket without its other half")
     if not match:
         return [part]
     before, ranges, after = match.groups()
     numbers = []
     for item in ranges.split(","):
         first, _, last = item.partition("-")
-        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
+        span = re.fullmatch(r"\d+(-\d+)?", item.strip()) and range(int(first), int(last or first) + 1)
+        if not span:
+            raise ValueError(f"{item!r} is no number and no range of numbers")
+        numbers += [str(n).zfill(len(first.strip())) for n in span]
     return [before + number + rest for number in numbers for rest in _expand(after)]
 
 

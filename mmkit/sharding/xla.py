@@ -2,7 +2,8 @@
 
 One process a host feeds all devices of that host and the program sees the global batch: nothing is averaged or gathered by hand.
 The step has no host decision in it (clip, finite check and skip are tensor selections), its shapes and graph stay the same from the first
-step on, so it compiles once; `compiles` counts. Virtual CPU devices (``backend.xla_devices``) run the same code.
+step on, so it compiles once; `compiles` counts. Virtual CPU devices run the same code: those of ``backend.xla_devices`` are, unless
+PJRT_DEVICE names others.
 """
 
 from __future__ import annotations
@@ -40,8 +41,12 @@ MATMUL = {"fp32": "highest", "tf32": "high", "bf16": "default"}
 
 
 def runtime_variables(devices: int | None) -> dict[str, str]:
-    """What a child process that runs this backend needs in its environment, before torch_xla is imported."""
-    virtual = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)} if devices else {}
+    """What a child process that runs this backend needs in its environment, before torch_xla is imported.
+
+    Named devices are virtual ones of the CPU, unless PJRT_DEVICE already says what else they are: then they are only counted.
+    """
+    real = os.environ.get("PJRT_DEVICE", "CPU") != "CPU"
+    virtual = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)} if devices and not real else {}
     return virtual | {"USE_TORCH_XLA": "1"}
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
 import threading
 import time
@@ -210,10 +211,10 @@ class Checkpoints:
         return self.store.path(folder_name(kept[-1])) if kept else None
 
     def is_best(self, value: float) -> bool:
-        """Whether ``value`` beats the metric of every kept checkpoint; decided on the main process for all (U38)."""
+        """Whether ``value`` is finite and beats the metric of every kept checkpoint; decided on the main process for all (U38)."""
         better = min if self.config.best_mode == "min" else max
         known = [] if not self.backend.is_main else list(self._metric_values().values())
-        return self.backend.broadcast(better([value, *known]) == value and value not in known)
+        return self.backend.broadcast(math.isfinite(value) and better([value, *known]) == value and value not in known)
 
     # ------------------------------------------------------------ this process
 
@@ -293,12 +294,12 @@ class Checkpoints:
         return False
 
     def _metric_values(self) -> dict[int, float]:
-        """Step -> value of the watched metric, for checkpoints that have one."""
+        """Step -> value of the watched metric, for checkpoints that have a finite one: NaN compares as neither better nor worse."""
         out = {}
         for step in self.steps() if self.config.best_metric else []:
-            manifest = json.loads(self.store.read(f"{folder_name(step)}/manifest.json"))
-            if self.config.best_metric in manifest["metrics"]:
-                out[step] = manifest["metrics"][self.config.best_metric]
+            metrics = json.loads(self.store.read(f"{folder_name(step)}/manifest.json"))["metrics"]
+            if math.isfinite(metrics.get(self.config.best_metric, math.nan)):
+                out[step] = metrics[self.config.best_metric]
         return out
 
     def _remove_old(self) -> None:

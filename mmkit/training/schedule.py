@@ -95,10 +95,23 @@ def value_of(row: Mapping[str, Any], name: str) -> float:
     return row[name]
 
 
+def check_lengths(config: OptimizerConfig, total: int) -> None:
+    """ConfigError where the rate never reaches its peak: ``total`` steps end before the warm-up does, or begin in the cooldown."""
+    warmup, cools = steps_of(config.warmup, total), config.schedule == "const-cooldown"
+    cooldown = steps_of(config.cooldown, total) if cools else 0
+    if warmup + cooldown > total:
+        with_it = f" and train.optimizer.cooldown = {config.cooldown:g} ({cooldown})" if cooldown else ""
+        raise ConfigError(
+            f"train.optimizer.warmup = {config.warmup:g} ({warmup} steps){with_it} is more than the run's {total} steps, so the learning rate "
+            "never reaches its value; use fewer, or a share below 1 as 0.03"
+        )
+
+
 class Schedule:
     """Each group's ``base_lr`` times the factor of the step, times the cuts of a plateau and of rewinds."""
 
     def __init__(self, config: OptimizerConfig, total: int, lr_factor: float = 1.0, watched: tuple[str, str] = (VALIDATION_LOSS, "min")):
+        check_lengths(config, total)
         self.config, self.total, self.lr_factor, self.watched = config, total, lr_factor, watched
         self.plateau = Plateau()
 

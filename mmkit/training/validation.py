@@ -52,6 +52,10 @@ def check(run: RunConfig, tasks: bool) -> None:
         raise ConfigError(
             f"train.eval_every is {train.eval_every}, but nothing is measured: name held-out sources in data.validation, or use 0"
         )
+    if best.best_metric is not None and not (train.eval_every or best.save_every or best.save_samples):
+        raise ConfigError(
+            f"{asks} chooses among checkpoints, but only that of the end is written: set train.checkpoint.save_every or train.eval_every"
+        )
     known = MEASURED[run.model.kind] if held_out else ()
     if asked and name not in known and (not tasks or name == VALIDATION_LOSS):
         there = f"measured are {', '.join(known)}" if known else "name held-out sources in data.validation, or another best_metric"

@@ -118,11 +118,22 @@ def test_shipped_files_are_filled_without_any_auto_left(name, stage, offload):
         ({"train_batch_size": 7}, ("7", "24")),
         ({"gradient_clipping": 0.3}, ("0.3", "1.0")),
         ({"zero_optimization": {"stage": 3}}, ("3", "2")),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ("cpu", "none")),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ("'cpu'", "backend.offload = False")),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, ("'cpu'", "backend.offload = False with backend.zero_stage = 2")),
+        ({"zero_optimization": {"cpu_offload": True}}, ("cpu_offload = True", "backend.offload = False")),
         ({"fp16": {"enabled": True}}, ("True", "bf16")),
         ({"bf16": {"enabled": False}}, ("False", "bf16")),
+        ({"torch_autocast": {"enabled": False}}, ("torch_autocast.enabled = False", "train.precision = 'bf16'")),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ("'float16'", "bfloat16")),
+        ({"torch_autocast": {"enabled": True, "lower_precision_safe_modules": []}}, ("lower_precision_safe_modules = []", "bf16")),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, ("0.001", "2e-05")),
         ({"optimizer": {"type": "Lamb"}}, ("Lamb", "adamw")),
+        ({"optimizer": {"type": None}}, ("optimizer.type = None", "adamw")),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ("adam_w_mode = False", "True")),
+        ({"optimizer": {"type": "Adam", "params": {"freeze_step": 3}}}, ("freeze_step = 3", "train.optimizer")),
+        ({"zero_force_ds_cpu_optimizer": True}, ("zero_force_ds_cpu_optimizer = True", "False")),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, ("WarmupLR", "cosine")),
+        ({"scheduler": {"type": None}}, ("None", "cosine")),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}, ("10", "cosine")),
     ],
 )
@@ -130,6 +141,50 @@ def test_a_file_that_contradicts_the_run_is_refused_with_both_values(file, both)
     with pytest.raises(ConfigError) as error:
         filled(file)
     assert all(value in str(error.value) for value in both), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("precision", "file", "both"),
+    [
+        ("fp32", {"torch_autocast": {"enabled": True}}, ("torch_autocast.enabled = True", "'fp32'")),
+        ("fp16", {"fp16": {"enabled": True, "loss_scale": 128}}, ("fp16.loss_scale = 128", "'fp16' has loss_scale 0")),
+        ("fp16", {"fp16": {"loss_scale_window": 1000}}, ("1000", "2000")),
+        ("fp16", {"bf16": {"enabled": True}}, ("bf16.enabled = True", "'fp16'")),
+    ],
+)
+def test_a_precision_that_the_run_does_not_have_is_refused_with_both_values(precision, file, both):
+    with pytest.raises(ConfigError) as error:
+        filled(file, train={"precision": precision})
+    assert all(value in str(error.value) for value in both), str(error.value)
+
+
+def test_what_agrees_passes_and_what_is_off_is_not_read():
+    scaler = {"loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2, "loss_scale_window": 1000}
+    adam = {"type": "Adam", "params": {"lr": "auto", "betas": [0.9, 0.999], "adam_w_mode": True, "torch_adam": True}}
+    file = {"fp16": {"enabled": "auto"} | scaler, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "optimizer": adam}
+    settings = filled(file | {"scheduler": {"type": "auto", "params": {"warmup_num_steps": "auto"}}, "zero_allow_untested_optimizer": True})
+    assert not {"fp16", "torch_autocast", "optimizer", "scheduler"} & set(settings)
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ({"optimizer": "auto"}, "optimizer = 'auto'"),
+        ({"optimizer": {"params": 3}}, "optimizer: params = 3"),
+        ({"scheduler": "WarmupLR"}, "scheduler = 'WarmupLR'"),
+        ({"fp16": True}, "fp16 = True"),
+        ({"bf16": None}, "bf16 = None"),
+        ({"zero_optimization": 2}, "zero_optimization = 2"),
+        ({"zero_optimization": "auto"}, "zero_optimization = 'auto'"),
+        ({"zero_optimization": {"offload_optimizer": "cpu"}}, "zero_optimization: offload_optimizer = 'cpu'"),
+    ],
+)
+def test_what_should_be_a_section_is_named_with_file_key_and_value(tmp_path, file, words):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(file))
+    with pytest.raises(ConfigError) as error:
+        filled(read_file(str(path)))
+    assert f"{path}: {words}, but it is a section" in str(error.value)
 
 
 def test_unknown_keys_of_a_users_file_reach_deepspeed_unchanged(tmp_path):
@@ -147,3 +202,6 @@ def test_missing_and_broken_files_are_named(tmp_path):
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(ConfigError, match="is not JSON"):
         read_file(str(tmp_path / "broken.json"))
+    (tmp_path / "list.json").write_text('[{"bf16": {}}]')
+    with pytest.raises(ConfigError, match=r"list.json' holds \[\{'bf16': \{\}\}\], but a DeepSpeed file is one object"):
+        read_file(str(tmp_path / "list.json"))

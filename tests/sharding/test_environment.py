@@ -59,6 +59,13 @@ def test_half_set_variables_are_refused_by_name(env, missing):
     assert all(name in str(error.value).split("but not")[1] for name in missing)
 
 
+def test_an_empty_variable_counts_as_unset():
+    assert place({"RANK": "", "WORLD_SIZE": " ", "SLURM_PROCID": ""}) == (0, 0, 1, "127.0.0.1")
+    assert place(SLURM | {"RANK": "", "MASTER_ADDR": "", "SLURM_LOCALID": ""}) == (17, 1, 32, "gpu03")
+    with pytest.raises(ConfigError, match="environment has LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT but not RANK;"):
+        process_environment(TORCHRUN | {"RANK": ""})
+
+
 def test_wrong_values_are_named():
     with pytest.raises(ConfigError, match="RANK='one' is not a whole number"):
         process_environment(TORCHRUN | {"RANK": "one"})
@@ -77,6 +84,13 @@ def test_wrong_values_are_named():
 )
 def test_slurm_node_lists_are_written_out(text, hosts):
     assert expand_hosts(text) == hosts
+
+
+@pytest.mark.parametrize(("text", "wrong"), [("gpu[a-b]", "'a-b'"), ("gpu[1-]", "'1-'"), ("gpu[3-1],x", "'3-1'"), ("gpu[1-2", "'gpu[1-2'")])
+def test_a_malformed_node_list_is_named(text, wrong):
+    with pytest.raises(ConfigError) as error:
+        process_environment(SLURM | {"SLURM_JOB_NODELIST": text})
+    assert f"SLURM_JOB_NODELIST={text!r}: {wrong}" in str(error.value)
 
 
 CONNECT = """

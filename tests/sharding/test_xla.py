@@ -163,9 +163,12 @@ def test_mesh_axes_divide_the_devices():
         xla.mesh_shape(8, BackendConfig(kind="xla", fsdp_axis=3))
 
 
-def test_children_get_the_runtime_variables_of_virtual_devices_only_when_asked():
+def test_children_get_the_runtime_variables_of_virtual_devices_only_when_asked(monkeypatch):
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
     assert xla.runtime_variables(4) == {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "USE_TORCH_XLA": "1"}
     assert xla.runtime_variables(None) == {"USE_TORCH_XLA": "1"}
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")  # as the command of a pod does: 16 chips are no reason to compute on the CPU
+    assert xla.runtime_variables(16) == {"USE_TORCH_XLA": "1"}
 
 
 def test_fp16_is_refused():

@@ -225,6 +225,17 @@ def test_keep_last_keep_every_and_best(folder):
     assert saver.is_best(-1.0) and not saver.is_best(0.0) and not saver.is_best(2.0)
 
 
+def test_a_metric_that_is_not_finite_is_never_the_best(tmp_path):
+    backend, _ = prepared()
+    saver = checkpoints(tmp_path, backend, keep_last=1, best_metric="eval_loss")
+    kept = []
+    for step, value in enumerate([float("nan"), 0.5, 0.9, float("-inf"), 0.8], start=1):
+        saver.save(step, {}, metrics={"eval_loss": value})
+        kept.append(saver.steps())
+    assert kept == [[1], [2], [2, 3], [2, 4], [2, 5]]
+    assert saver.is_best(0.4) and not any(saver.is_best(float(value)) for value in ("nan", "inf", "-inf"))
+
+
 def test_best_is_decided_by_the_main_process_for_all(tmp_path):
     backend, _ = prepared()
     checkpoints(tmp_path, backend, best_metric="loss").save(1, {}, metrics={"loss": 1.0})

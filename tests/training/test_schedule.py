@@ -24,6 +24,21 @@ def test_cosine_is_open_clips_formula():
     assert at(55) == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(
+    ("settings", "total", "words"),
+    [
+        ({"warmup": 11}, 10, "warmup = 11 (11 steps) is more than the run's 10 steps"),
+        ({"schedule": "const-cooldown", "warmup": 2, "cooldown": 9}, 10, "warmup = 2 (2 steps) and train.optimizer.cooldown = 9 (9) is more"),
+    ],
+)
+def test_a_peak_that_is_never_reached_is_refused(settings, total, words):
+    with pytest.raises(ConfigError) as error:
+        Schedule(OptimizerConfig(**settings), total)
+    assert words in str(error.value)
+    Schedule(OptimizerConfig(**settings), total + 1)
+    Schedule(OptimizerConfig(**settings | {"schedule": "cosine"}), 11)
+
+
 def test_linear_constant_and_cooldown():
     assert at(55, schedule="linear") == pytest.approx(0.5) and at(99, schedule="linear") == pytest.approx(1 / 90)
     assert at(99, schedule="constant") == 1.0

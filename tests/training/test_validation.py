@@ -155,6 +155,7 @@ PLATEAU = {"optimizer": {"schedule": "plateau"}}
         ({"eval_every": 2, **PLATEAU}, "nothing is measured"),
         ({"eval_every": 1, "held_out": 2, "checkpoint": {"best_metric": "eval_recall"}}, "measured are eval_loss, eval_accuracy"),
         ({"eval_every": 1, "held_out": 2, "checkpoint": {"best_metric": "loss"}, **PLATEAU}, "'loss' is one of training; name an"),
+        ({"checkpoint": {"best_metric": "loss"}}, "best_metric 'loss' chooses among checkpoints, but only that of the end is written"),
         ({"eval_every": 1, "held_out": 2, "checkpoint": {"best_mode": "max"}}, "best_mode 'max' goes with a best_metric of which"),
     ],
 )
@@ -177,9 +178,9 @@ def test_a_contrastive_plateau_needs_held_out_pairs_or_the_name_of_a_task_metric
 
 
 def test_a_training_value_that_decides_the_best_must_be_one(tmp_path):
-    assert train(tiny_run(tmp_path, steps=1, checkpoint={"best_metric": "loss"})).reason == "done"
+    assert train(tiny_run(tmp_path, steps=1, checkpoint={"best_metric": "loss", "save_every": 1})).reason == "done"
     with pytest.raises(ConfigError, match="best_metric 'lost' is not measured; a line has step, loss"):
-        train(tiny_run(tmp_path, name="other", steps=2, checkpoint={"best_metric": "lost"}))
+        train(tiny_run(tmp_path, name="other", steps=2, checkpoint={"best_metric": "lost", "save_every": 1}))
 
 
 def held_out_from(run, **source):
