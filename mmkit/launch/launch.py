@@ -96,7 +96,7 @@ def is_worker() -> bool:
 
     A kernel in which one DeepSpeed process ran has torchrun's variables too, with a world of 1: that is no worker.
     """
-    by_torchrun = "RANK" in os.environ and os.environ.get("WORLD_SIZE") != "1"
+    by_torchrun = bool(os.environ.get("RANK")) and os.environ.get("WORLD_SIZE") != "1"
     by_slurm = "SLURM_PROCID" in os.environ and os.environ.get("SLURM_NTASKS", "1") != "1"
     return WORKER in os.environ or by_torchrun or by_slurm
 
@@ -123,12 +123,14 @@ def child_environment(run: RunConfig) -> dict[str, str]:
 
 
 def _xla_variables(backend: BackendConfig) -> dict[str, str]:
-    """What torch_xla reads on import: virtual devices of the CPU where the config asks for them, else a TPU where there is one."""
-    virtual = backend.xla_devices
-    if not virtual and os.environ.get("PJRT_DEVICE"):
-        return {}
+    """What torch_xla reads on import and the environment does not say yet: the device that PJRT_DEVICE names, else a TPU where there is
+    one, else virtual devices of the CPU."""
     host = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists() or "TPU_NAME" in os.environ
-    return {"PJRT_DEVICE": "TPU"} if host and not virtual else {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(virtual or 1)}
+    told = os.environ.get("PJRT_DEVICE")
+    wanted = {"PJRT_DEVICE": told or ("TPU" if host else "CPU")}
+    if wanted["PJRT_DEVICE"] == "CPU" and (backend.xla_devices or not told):
+        wanted["CPU_NUM_DEVICES"] = str(backend.xla_devices or 1)
+    return {name: value for name, value in wanted.items() if os.environ.get(name) != value}
 
 
 VARIABLES: dict[str, Callable[[BackendConfig], dict[str, str]]] = {"xla": _xla_variables}

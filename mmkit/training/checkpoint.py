@@ -39,7 +39,7 @@ COMPLETE = re.compile(r"step-\d{8}")
 POLL_SECONDS = 0.05
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(ValueError):
     """A checkpoint could not be written or must not be loaded; the message names the file or tensor and what to do."""
 
 

@@ -48,6 +48,7 @@ class Notes:
     pending: list[Row] = field(default_factory=list)
     last: Row = field(default_factory=dict)
     saved: int = -1  # step of the last checkpoint
+    held_up: float = 0.0  # seconds that training waited for checkpoints since the last line
 
 
 def read_steps(state: TrainState, notes: Notes, evaluate: bool) -> Decision:
@@ -58,6 +59,8 @@ def read_steps(state: TrainState, notes: Notes, evaluate: bool) -> Decision:
         state.samples, state.tokens = state.samples + row["samples"], state.tokens + row["tokens"]
         row |= {"total_steps": state.total_steps, "total_samples": state.samples, "total_tokens": state.tokens}
         row |= device_facts(state.backend, notes.last)
+        if notes.held_up:
+            row["save_seconds"], notes.held_up = round(notes.held_up, 3), 0.0
         if (warning := advice(row)) and not advice(notes.last):
             log.warning("%s", warning)
         if evaluate and row["step"] == state.step:
@@ -116,6 +119,7 @@ def save(state: TrainState, notes: Notes) -> None:
     if notes.metrics:
         notes.metrics.flush()
     written = save_checkpoint(state, numbers)
+    notes.held_up += state.checkpoints.last_save_seconds
     notes.last = notes.last | {"compiles": state.backend.compiles()}  # programs that gather from several hosts are no surprise in the next step
     if written:
         notes.saved = state.step

@@ -49,6 +49,17 @@ def test_xla_gets_a_child_with_its_variables_set_before_any_import(tmp_path):
     assert child_environment(a_run(tmp_path)) == {}
 
 
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [({"PJRT_DEVICE": "TPU"}, {}), ({"TPU_NAME": "pod"}, {"PJRT_DEVICE": "TPU"}), ({"PJRT_DEVICE": "CPU", "TPU_NAME": "pod"}, {"CPU_NUM_DEVICES": "16"})],
+)
+def test_devices_that_are_there_are_not_replaced_by_virtual_ones(tmp_path, monkeypatch, environment, wanted):
+    monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert child_environment(a_run(tmp_path, **{"backend.kind": "xla", "backend.xla_devices": 16, "global_batch": 32})) == wanted
+
+
 def test_several_machines_are_left_to_their_scheduler(tmp_path):
     with pytest.raises(ConfigError, match="--target slurm"):
         child_command(a_run(tmp_path, **{"backend.kind": "torch", "backend.nodes": 2}))

@@ -119,6 +119,7 @@ def test_resume_never_starts_anew_and_keeps_the_earlier_checkpoints_aside(tmp_pa
 def test_resume_from_a_path_goes_on_from_there_and_drops_later_lines(tmp_path):
     run = tiny_run(tmp_path, steps=3, checkpoint={"save_every": 1})
     train(run)
+    assert [row.get("save_seconds", 0) > 0 for row in lines(run)] == [False, True, True]  # how long the step waited for the save before it
     whole = numbers(lines(run))
     train(tiny_run(tmp_path, steps=3, resume=f"{run.folder}/checkpoints/step-00000001"))
     assert numbers(lines(run)) == whole
