@@ -214,7 +214,7 @@ REFUSED = [
     ({"allow_no_grad": ["("]}, r"train.allow_no_grad pattern '\(' is no regular expression"),
     ({"allow_no_grad": ["conector"]}, "train.allow_no_grad pattern 'conector' matches no trained tensor; their names look like connector"),
     ({"trainable": [], "lora": LORA | {"components": ["encoders"]}, "cache": True}, "cache_features .* but lora.components has 'encoders'"),
-    ({"lora": LORA | {"modules_to_save": [r"encoders\.0"]}, "cache": True}, "cache_features .* modules_to_save names modules of encoders"),
+    ({"lora": LORA | {"modules_to_save": [r"encoders\.0"]}, "cache": True}, "cache_features .*modules_to_save names modules of encoders"),
 ]
 
 
