@@ -55,7 +55,7 @@ class Merging:
                 f"{self.source}: {report}; above the limit of {self.limit:.0%}: take dtype float32, keep the adapter apart (merge=False), "
                 "or raise loss_limit of from_pretrained"
             )
-        log.info("%s: %s", self.source, report)
+        log.log(logging.WARNING if self._half else logging.INFO, "%s: %s", self.source, report)
 
 
 def merged(weight: Tensor, halves: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype) -> tuple[Tensor, float]:

@@ -281,6 +281,10 @@ def test_a_lora_folder_is_merged_as_peft_does(release, tmp_path, kind):
     for name, tensor in again.language.state_dict().items():
         torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=1e-5)
     assert torch.equal(again.connector.output[2].weight, model.connector.output[2].weight)
+    half = language_of(model, tmp_path / "half", change=lambda state: {name: tensor.bfloat16() for name, tensor in state.items()})
+    again, _ = published.load(lora, base=half)
+    weight = again.language.model.layers[0].self_attn.q_proj.weight
+    assert weight.dtype == torch.float32 and not torch.equal(weight, weight.bfloat16().float()), "not rounded to the base's type"
     (lora / "adapter_config.json").write_text(json.dumps(llava.adapter_config(lora) | {"base_model_name_or_path": "vicuna"}))
     with pytest.raises(ValueError, match=r"holds a lora: give .* base \(adapter_config.json names vicuna\)"):
         published.load(lora)
