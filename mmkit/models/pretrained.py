@@ -31,6 +31,7 @@ from mmkit.models.build import build, build_hollow, unit_readers, units_of
 from mmkit.models.convert import files, llava
 from mmkit.models.hollow import SkipInit, Stored, base_name, digest_of, same_tensor, without_memory
 from mmkit.models.language import hf_config
+from mmkit.models.merging import LOSS_LIMIT, Merging
 from mmkit.storage import fetched, is_remote
 
 logger = logging.getLogger(__name__)
@@ -186,8 +187,7 @@ def _write_adapter(model: nn.Module, folder: Path, adapters: dict[str, Tensor]) 
     renamed = {"base_model.model." + name.replace(".default.", "."): tensor for name, tensor in adapters.items()}
     files.write(iter(renamed.items()), folder, "adapter_model")
     _check_files(folder, list(renamed))
-    if not config["use_dora"]:  # its magnitudes have no halves
-        llava.adapter_halves(folder)
+    llava.adapter_halves(folder)
 
 
 def lora_config(stored: dict[str, Any], source: str):
@@ -257,12 +257,14 @@ def read_config(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
 
 
 def from_pretrained(
-    folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, merge: bool = False
-) -> tuple[nn.Module, ModelConfig]:
+    folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, merge: bool = False,
+    loss_limit: float = LOSS_LIMIT,
+) -> tuple[nn.Module, ModelConfig]:  # fmt: skip
     """(model, config) of an export, or of a published checkpoint in its authors' layout.
 
-    Adapters are injected by peft, or with ``merge`` folded into the weights in fp32. ``dtype`` None keeps fp32. Peak memory is
-    the model and one tensor. ValueError listing every missing or unexpected tensor by name. ``folder`` may be a URL.
+    Adapters are injected by peft, or with ``merge`` folded into the weights; the log says how much of them ``dtype`` rounds away, and
+    ValueError refuses a layer that loses more than the share ``loss_limit``. ``dtype`` None keeps fp32. Peak memory is the model and one
+    tensor. ValueError listing every missing or unexpected tensor by name. ``folder`` may be a URL.
     """
     source, folder = folder, fetched(folder)
     if not (folder / "config.json").is_file() or MARK not in json.loads((folder / "config.json").read_text(encoding="utf8")):
@@ -274,7 +276,7 @@ def from_pretrained(
     with SkipInit():
         model = build(config, weights=False)
     model.to(device=device, dtype=dtype)
-    stored = stored_tensors(folder, config, content, merge)
+    stored = stored_tensors(folder, config, content, merge, dtype or torch.float32, loss_limit)
     files.fill(model, ((name, one.checked()) for name, one in stored.items()), str(folder))
     if (folder / "adapter").is_dir() and not merge:
         _inject_adapter(model, folder / "adapter")
@@ -282,8 +284,11 @@ def from_pretrained(
     return model, config
 
 
-def stored_tensors(folder: Path, config: ModelConfig, content: dict[str, Any], merge: bool) -> dict[str, Stored]:
-    """Our name -> tensor of an export: those it holds, and those it refers to in their sources. With ``merge`` its adapters are in them.
+def stored_tensors(
+    folder: Path, config: ModelConfig, content: dict[str, Any], merge: bool, dtype: torch.dtype = torch.float32, limit: float = LOSS_LIMIT
+) -> dict[str, Stored]:
+    """Our name -> tensor of an export: those it holds, and those it refers to in their sources. With ``merge`` its adapters are in them:
+    adapted weights come in ``dtype``, and where that loses more than ``limit`` of an adapter (`models.merging`) reading is refused.
 
     ValueError where a source no longer holds a tensor; whether it still holds the same one is seen when it is read (`Stored.checked`).
     """
@@ -295,22 +300,20 @@ def stored_tensors(folder: Path, config: ModelConfig, content: dict[str, Any], m
             raise ValueError(f"{folder}: {entry['source']} no longer holds {', '.join(sorted(left))}")
         for name, digest in entry["tensors"].items():
             found[name] = dataclasses.replace(there[name], digest=digest, referred=f"{folder}: {name}")
-    return found | _merged(found, folder) if merge and (folder / "adapter").is_dir() else found
+    return found | _merged(found, folder, dtype, limit) if merge and (folder / "adapter").is_dir() else found
 
 
-def _merged(found: dict[str, Stored], folder: Path) -> dict[str, Stored]:
-    """The adapted weights of an export with its adapter in them, in fp32; each is computed when it is read."""
-    halves, settings = llava.adapter_halves(folder / "adapter"), llava.adapter_config(folder / "adapter")
-
-    def read(name: str) -> Tensor:
-        layer = name.removesuffix(".weight")
-        base = iter([(name, found[name].checked().float())])
-        return next(llava.merge(base, {layer: halves[layer]}, settings, str(folder)))[1]
-
-    names = [f"{layer}.weight" for layer in halves]
-    if left := sorted(set(names) - set(found)):
+def _merged(found: dict[str, Stored], folder: Path, dtype: torch.dtype, limit: float) -> dict[str, Stored]:
+    """The adapted weights of an export with its adapter in them; each is computed when it is read."""
+    halves = llava.adapter_halves(folder / "adapter")
+    if left := sorted(layer for layer in halves if f"{layer}.weight" not in found):
         raise ValueError(f"{folder}: {len(left)} adapted layers have no weight in the base: {', '.join(left)}")
-    return {name: Stored(str(folder), functools.partial(read, name), torch.float32) for name in names}
+    merging = Merging(halves, llava.adapter_config(folder / "adapter"), str(folder), dtype, limit)
+
+    def read(layer: str) -> Tensor:
+        return merging.fold(layer, found[f"{layer}.weight"].checked())
+
+    return {f"{layer}.weight": Stored(str(folder), functools.partial(read, layer), dtype) for layer in halves}
 
 
 def hollow(config: ModelConfig, folder: str | Path | None = None) -> tuple[nn.Module, dict[str, Stored]]:

@@ -1,7 +1,7 @@
 """Which settings go together, checked before anything is downloaded or started. Each refusal is one line that says what to use.
 
 What is not listed is allowed and tested: fp32, tf32 and bf16 everywhere; fp16 with a loss scaler on single, torch and deepspeed; LoRA
-everywhere; 4- and 8-bit base weights where no device cuts them (single, torch ddp, ZeRO 0-2).
+everywhere; 4- and 8-bit base weights where no device cuts them (single, torch ddp, ZeRO 0-2), DoRA above 4-bit ones only.
 """
 
 from __future__ import annotations
@@ -57,6 +57,10 @@ REFUSALS: dict[str, Refusal] = {
     "bits x clip": Refusal(
         lambda f: f.quantised and f.run.model.kind == "clip",
         "train.bits = {bits}: model {preset} has no language model to quantise; use bits 16",
+    ),
+    "8 bits x DoRA": Refusal(
+        lambda f: f.run.train.bits == 8 and f.run.train.lora is not None and f.run.train.lora.use_dora,
+        "train.bits = 8 with lora.use_dora: DoRA cannot read 8-bit weights; use bits 4 or 16, or plain LoRA",
     ),
     "fp16 x xla": Refusal(
         lambda f: f.run.train.precision == "fp16" and f.kind == "xla",

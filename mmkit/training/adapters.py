@@ -1,8 +1,7 @@
-"""LoRA by peft: which layers get adapters, 4- and 8-bit base weights below them, and merging without losing the adapter.
+"""LoRA by peft: which layers get adapters, and 4- and 8-bit base weights below them.
 
-Layers are chosen by component and full name, never by a last word that other components share (U52). Merging is done in
-double precision from unquantised weights, and says how much of each adapter the storage type would round away (U50).
-Not here: writing adapters to disk (`models.pretrained`), and which combinations of bits and backend exist (`sharding.combinations`).
+Layers are chosen by component and full name, never by a last word that other components share (U52). Not here: writing adapters to
+disk (`models.pretrained`), merging them (`models.merging`), and which combinations of bits and backend exist (`sharding.combinations`).
 """
 
 from __future__ import annotations
@@ -10,19 +9,17 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmkit.config import ConfigError, LoraConfig
-from mmkit.training.optim import Components, component_of
+from mmkit.training.optim import Components, compiled, component_of
 
 log = logging.getLogger(__name__)
 
 ADAPTER = "default"  # peft's name for the one adapter a model has
-LOSS_LIMIT = 0.05  # of a merge: more rounding than this share of the adapter is refused
 
 
 # ---------------------------------------------------------------- which layers
@@ -32,21 +29,21 @@ def targets_of(model: nn.Module, lora: LoraConfig, components: Components, head:
     """Full names of the layers that get an adapter: every linear layer of ``lora.components`` but the head, or those whose full
     name, or a whole-word end of it, fits one of ``lora.targets`` (regular expressions: ``q_proj``, ``layers\\.[0-3]\\..*``).
 
-    Raises ConfigError where a pattern, or the whole scope, matches nothing; the message lists what there is.
+    Raises ConfigError where a pattern, or one of the components, matches nothing; the message lists what there is.
     """
     linear = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not head and not _inside_attention(model, name):
             linear[name] = component_of(f"{name}.weight", components)
-    scope = [name for name, component in linear.items() if component in lora.components]
-    if not scope:
+    if absent := [component for component in lora.components if component not in linear.values()]:
         there = ", ".join(f"{component} ({n})" for component, n in Counter(linear.values()).items()) or "none"
-        raise ConfigError(f"lora.components {list(lora.components)} have no linear layer; components with linear layers are {there}")
+        raise ConfigError(f"lora.components {absent} have no linear layer in this model; components with linear layers are {there}")
+    scope = [name for name, component in linear.items() if component in lora.components]
     if not lora.targets:
         return scope
     chosen = []
     for pattern in lora.targets:
-        found = [name for name in scope if _fits(pattern, name)]
+        found = _fitting("lora.targets", pattern, scope)
         if not found:
             examples = ", ".join(sorted({_shape_of(name) for name in scope})[:6])
             raise ConfigError(
@@ -57,8 +54,10 @@ def targets_of(model: nn.Module, lora: LoraConfig, components: Components, head:
     return chosen
 
 
-def _fits(pattern: str, name: str) -> bool:
-    return re.fullmatch(rf"(?:.*\.)?(?:{pattern})", name) is not None
+def _fitting(setting: str, pattern: str, names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that a pattern fits whole, or from the beginning of one of their words to the end."""
+    fits = compiled(setting, pattern).fullmatch
+    return [name for name in names if any(fits(name, place.end()) for place in re.finditer(r"^|\.", name))]
 
 
 def _inside_attention(model: nn.Module, name: str) -> bool:
@@ -76,12 +75,12 @@ def inject(model: nn.Module, lora: LoraConfig, components: Components, head: nn.
     """Puts adapters into ``model`` and leaves only them (and `modules_to_save`) trainable. Returns the table of `adapted`.
 
     The order is freeze, adapters, then wrap: a wrapped model has no place for new parameters. Modules to save train in place, not
-    in peft's copy of them: tied weights stay tied, and names stay those of the model.
+    in peft's copy of them: tied weights stay tied, and names stay those of the model. All that trains is in fp32.
     """
     import peft
 
     names = targets_of(model, lora, components, head)
-    kept = _full_names(model, lora.modules_to_save)
+    kept = _modules_to_save(model, lora.modules_to_save, names)
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, use_rslora=lora.use_rslora, use_dora=lora.use_dora,
         target_modules="|".join(re.escape(name) for name in names),
@@ -89,8 +88,9 @@ def inject(model: nn.Module, lora: LoraConfig, components: Components, head: nn.
     peft.inject_adapter_in_model(config, model, ADAPTER)
     for layer in lora_layers(model).values():
         _draw(layer)
-    for name in kept:
-        model.get_submodule(name).requires_grad_(True)
+    for parameter in (p for name in kept for p in model.get_submodule(name).parameters()):
+        parameter.requires_grad_(True)
+        parameter.data = parameter.data.float()
     rows = adapted(model, components)
     if sum(row["layers"] for row in rows) != len(names):
         raise ConfigError(f"peft adapted {sum(row['layers'] for row in rows)} layers, {len(names)} were chosen")
@@ -98,21 +98,41 @@ def inject(model: nn.Module, lora: LoraConfig, components: Components, head: nn.
 
 
 def _draw(layer: nn.Module) -> None:
-    """Gives an adapter its first values in fp32 where its base weight has no memory yet: peft puts adapters where the base is."""
-    if layer.lora_A[ADAPTER].weight.is_meta:
-        for half in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
-            half.to_empty(device="cpu").float()
-        layer.reset_lora_parameters(ADAPTER, True)
+    """Gives an adapter its first values in fp32 where peft did not: it puts adapters where the base is, which may have no memory yet, and
+    in the type that a quantised base computes with, which would also round the values that training starts from."""
+    halves = (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])
+    first = halves[0].weight
+    if not first.is_meta and first.dtype == torch.float32:
+        return
+    for half in halves:
+        half.to_empty(device="cpu" if first.is_meta else first.device).float()
+    layer.reset_lora_parameters(ADAPTER, True)
+    if layer.use_dora.get(ADAPTER):
+        a, b = (half.weight for half in halves)
+        layer.lora_magnitude_vector[ADAPTER].update_layer(
+            base_layer=layer.get_base_layer(), lora_A=a, lora_B=b, scaling=layer.scaling[ADAPTER]
+        )
 
 
-def _full_names(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Modules whose full name fits a pattern; ConfigError for one that fits none."""
+def _modules_to_save(model: nn.Module, patterns: Sequence[str], targets: Iterable[str]) -> list[str]:
+    """Modules whose full name fits a pattern; ConfigError where it fits none that can train whole: none at all, without parameters,
+    quantised, or with an adapted layer in it (the layer would then train twice, under two names)."""
     found = []
     for pattern in patterns:
-        names = [name for name, _ in model.named_modules() if name and _fits(pattern, name)]
+        setting = f"lora.modules_to_save pattern {pattern!r}"
+        names = _fitting("lora.modules_to_save", pattern, (name for name, _ in model.named_modules() if name))
         if not names:
-            raise ConfigError(f"lora.modules_to_save pattern {pattern!r} matches no module")
-        found += names
+            raise ConfigError(f"{setting} matches no module")
+        modules = {name: list(model.get_submodule(name).parameters()) for name in names}
+        modules = {name: parameters for name, parameters in modules.items() if parameters}
+        if not modules:
+            raise ConfigError(f"{setting} matches {names[0]}, which has no parameters to train")
+        for name, parameters in modules.items():
+            if twice := next((target for target in targets if f"{target}.".startswith(f"{name}.")), None):
+                raise ConfigError(f"{setting} matches {name}, but {twice} gets an adapter; take one of them out (lora.targets)")
+            if not all(parameter.is_floating_point() for parameter in parameters):
+                raise ConfigError(f"{setting} matches {name}, whose weights are quantised and cannot train; take it out or use bits 16")
+        found += modules
     return found
 
 
@@ -176,96 +196,3 @@ def _int8(bitsandbytes, layer: nn.Linear, compute_dtype: torch.dtype) -> nn.Modu
     new.weight = bitsandbytes.nn.Int8Params(layer.weight.detach(), requires_grad=False, has_fp16_weights=False)
     new.bias = layer.bias
     return new.to(layer.weight.device)
-
-
-# ---------------------------------------------------------------- merging
-
-
-@dataclass(frozen=True)
-class MergeReport:
-    """How much of each adapter the storage type rounds away: |stored - exact| / |adapter's change|, by layer."""
-
-    losses: dict[str, float]
-    dtype: str
-    max_logit_change: float | None = None
-
-    @property
-    def worst(self) -> float:
-        """The largest loss of a layer."""
-        return max(self.losses.values(), default=0.0)
-
-    def __str__(self) -> str:
-        name = max(self.losses, key=self.losses.get, default="")
-        logits = "" if self.max_logit_change is None else f"; largest change of a logit {self.max_logit_change:.2e}"
-        return f"merged {len(self.losses)} layers into {self.dtype}: {self.worst:.2%} of the adapter lost at worst ({name}){logits}"
-
-
-def merge(
-    model: nn.Module,
-    *,
-    base: Callable[[str], Tensor] | None = None,
-    limit: float = LOSS_LIMIT,
-    force: bool = False,
-    probe: Callable[[], Tensor] | None = None,
-    dtype: torch.dtype | None = None,
-) -> MergeReport:
-    """Folds the adapters into plain linear layers of ``dtype`` (None: the base weight's own, fp32 for a quantised base).
-
-    ``base(name)`` gives the unquantised weight of layer ``name``; it is required for a quantised base. ``probe`` runs the model and
-    returns logits, to report how much they change. ValueError, with the model untouched, where a layer would lose more than
-    ``limit`` of its adapter and ``force`` is not set.
-    """
-    before = probe().float() if probe else None
-    made, losses = {}, {}
-    for name, layer in lora_layers(model).items():
-        weight = _base_weight(name, layer, base)
-        exact = _merged(layer, weight.double())
-        kind = dtype or (weight.dtype if weight.is_floating_point() else torch.float32)
-        stored = exact.to(kind)
-        change = (exact - weight.double()).norm()
-        losses[name] = float((stored.double() - exact).norm() / change) if change else 0.0
-        made[name] = stored
-    report = MergeReport(losses, str(dtype or _common_dtype(made)).removeprefix("torch."))
-    if report.worst > limit and not force:
-        raise ValueError(f"{report}; above the limit of {limit:.0%}: merge into float32, keep the adapter apart, or pass force=True")
-    for name, weight in made.items():
-        _replace(model, name, weight)
-    if before is None:
-        return report
-    return MergeReport(losses, report.dtype, float((probe().float() - before).abs().max()))
-
-
-def _common_dtype(made: dict[str, Tensor]) -> torch.dtype | str:
-    kinds = {weight.dtype for weight in made.values()}
-    return kinds.pop() if len(kinds) == 1 else "mixed types"
-
-
-def _base_weight(name: str, layer: nn.Module, base: Callable[[str], Tensor] | None) -> Tensor:
-    weight = layer.get_base_layer().weight
-    if base is not None:
-        return base(name).to(weight.device)
-    if not weight.is_floating_point():
-        raise ValueError(f"{name} has {weight.dtype} weights: merge needs base(name) -> the unquantised weight")
-    return weight.detach()
-
-
-def _merged(layer: nn.Module, weight: Tensor) -> Tensor:
-    """The weight that does alone what base and adapter do together (LoRA section 4; DoRA section 4)."""
-    a, b = layer.lora_A[ADAPTER].weight.detach().double(), layer.lora_B[ADAPTER].weight.detach().double()
-    merged = weight + b @ a * layer.scaling[ADAPTER]
-    if layer.use_dora.get(ADAPTER):
-        magnitude = layer.lora_magnitude_vector[ADAPTER].weight.detach().double()
-        merged = merged * (magnitude / merged.norm(dim=1))[:, None]
-    return merged
-
-
-def _replace(model: nn.Module, name: str, weight: Tensor) -> None:
-    old = model.get_submodule(name)
-    bias = old.get_base_layer().bias
-    new = nn.Linear(old.in_features, old.out_features, bias=bias is not None, device="meta")
-    new.weight = nn.Parameter(weight, requires_grad=False)
-    new.bias = bias
-    new.train(old.training)
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, new)
-

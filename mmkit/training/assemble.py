@@ -26,7 +26,9 @@ from mmkit.training.loss import LanguageObjective
 from mmkit.training.optim import optimizer_factory
 from mmkit.training.schedule import Schedule, watched
 from mmkit.training.stability import StabilityGuard
-from mmkit.training.weights import build_model, frozen_record, materialise, parent_export, prepare_model, reader, start_digests
+from mmkit.training.weights import (
+    build_model, check_patterns, frozen_record, materialise, parent_export, prepare_model, reader, start_digests,
+)  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -121,8 +123,10 @@ def check(run: RunConfig) -> None:
         raise ConfigError(f"component {both[0]!r} is in train.trainable and in train.lora.components: train it whole or by adapters")
     if run.train.bits != 16 and (lora is None or "language" in run.train.trainable):
         raise ConfigError(f"train.bits {run.train.bits} freezes the language model: set train.lora, take language out of train.trainable")
-    if run.data.cache_features and "encoders" in run.train.trainable:
-        raise ConfigError("data.cache_features keeps what frozen encoders give, but train.trainable has 'encoders'; turn one of them off")
+    for setting, names in (("train.trainable", run.train.trainable), ("lora.components", lora.components if lora else ())):
+        if run.data.cache_features and "encoders" in names:
+            raise ConfigError(f"data.cache_features keeps what frozen encoders give, but {setting} has 'encoders'; turn one of them off")
+    check_patterns(run.train)
     if run.model.kind == "clip":
         from mmkit.models.clip import architecture_of
 

@@ -7,13 +7,24 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mmkit.training.optim import Components, component_of
+from mmkit.config import ConfigError
+from mmkit.training.optim import Components, compiled, component_of
 
 log = logging.getLogger(__name__)
 
 NEEDS = {"encoders": "image_real", "connector": "image_real", "samplers": "image_real", "regions": "region_real"}  # component: its input
 PATIENCE = 20  # steps
 LATE = re.compile(r"\.lora_(A|magnitude_vector)\.default\.weight$")
+
+
+def check_allowed(allowed: Iterable[str], trained: Iterable[str]) -> None:
+    """ConfigError for a pattern of ``train.allow_no_grad`` that is none, or that fits no trained tensor and so would excuse nothing."""
+    trained = list(trained)
+    for pattern in allowed:
+        if not any(map(compiled("train.allow_no_grad", pattern).search, trained)):
+            examples = ", ".join(trained[:3])
+            raise ConfigError(f"train.allow_no_grad pattern {pattern!r} matches no trained tensor; their names look like {examples}")
+
 
 def check_reached(state: Any, reached: Mapping[str, bool]) -> list[dict[str, Any]] | None:
     """The table of `report` for this run; ValueError where a tensor got no gradient and ``train.allow_no_grad`` does not name it.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from mmkit.config import OptimizerConfig
+from mmkit.config import ConfigError, OptimizerConfig
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,14 @@ def component_of(name: str, components: Components) -> str:
         if re.match(pattern, name):
             return component
     raise ValueError(f"parameter {name!r} fits no pattern of the model's COMPONENTS table; add one for it")
+
+
+def compiled(setting: str, pattern: str) -> re.Pattern[str]:
+    """A pattern of a setting; ConfigError naming both where it is no regular expression."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{setting} pattern {pattern!r} is no regular expression: {error}") from None
 
 
 def decaying(module: nn.Module) -> set[str]:

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmkit.config import ConfigError, RunConfig
+from mmkit.config import ConfigError, RunConfig, TrainConfig
 from mmkit.models.hollow import Stored, base_name, digest_of
 from mmkit.sharding.backend import COMPUTE_DTYPE, Backend
 from mmkit.training import adapters
 from mmkit.training.checkpoint import trained_buffers
-from mmkit.training.optim import component_of
+from mmkit.training.gradients import check_allowed
+from mmkit.training.optim import compiled, component_of
 from mmkit.storage import Store
 
 log = logging.getLogger(__name__)
@@ -78,9 +79,21 @@ def parent_export(run: RunConfig) -> str | None:
     raise ConfigError(f"stage {run.stage!r} starts from {folder}/export, which does not exist; {makes} (or set start_from=source)")
 
 
+def check_patterns(train: TrainConfig) -> None:
+    """ConfigError for a setting with a pattern that is no regular expression. What they match is seen when the model is built."""
+    lora = train.lora
+    patterns = {"lora.targets": lora.targets, "lora.modules_to_save": lora.modules_to_save} if lora else {}
+    for setting, texts in (patterns | {"train.allow_no_grad": train.allow_no_grad}).items():
+        for text in texts:
+            compiled(setting, text)
+
+
 def prepare_model(model: nn.Module, run: RunConfig, components, stored: Mapping[str, Stored]) -> dict[str, Any]:
     """Freezes, quantises and puts adapters as ``run.train`` says; returns tables for people. Nothing is wrapped yet."""
     train, tables = run.train, {}
+    present = list(dict.fromkeys(component_of(name, components) for name, _ in model.named_parameters()))
+    if absent := [component for component in train.trainable if component not in present]:
+        raise ConfigError(f"train.trainable names {', '.join(absent)}, which this model lacks; its components are {', '.join(present)}")
     if train.bits != 16 or (train.lora and train.lora.use_dora):
         materialise(model, stored)
     open_as_built = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -101,10 +114,21 @@ def prepare_model(model: nn.Module, run: RunConfig, components, stored: Mapping[
     if run.model.kind == "vlm" and train.bits == 16 and COMPUTE_DTYPE[train.precision]:
         keep_half(model.language, stored)
     tables["components"] = component_table(model, components)
-    if not any(row["trainable"] for row in tables["components"]):
-        present = ", ".join(row["component"] for row in tables["components"])
-        raise ConfigError(f"train.trainable {list(train.trainable)} trains nothing in this model; its components are {present}")
+    opened = [row["component"] for row in tables["components"] if row["trainable"]]
+    if not opened:
+        raise ConfigError(f"train.trainable {list(train.trainable)} trains nothing in this model; its components are {', '.join(present)}")
+    if run.data.cache_features and "encoders" in opened:
+        raise ConfigError("data.cache_features keeps what frozen encoders give, but lora.modules_to_save names modules of encoders")
+    check_allowed(train.allow_no_grad, (name for name, p in model.named_parameters() if p.requires_grad))
     return tables
+
+
+def adapter_record(run: RunConfig) -> dict[str, Any]:
+    """What a checkpoint's trained tensors mean beside their shapes: they fit other settings of adapters too and would compute something
+    else. Plain JSON; settings whose order says nothing are sorted."""
+    lora = run.train.lora and run.train.lora.model_dump(mode="json")
+    lora = lora and {name: sorted(value) if isinstance(value, list) else value for name, value in lora.items()}
+    return {"lora": lora, "bits": run.train.bits, "trainable": sorted(run.train.trainable)}
 
 
 def keep_half(language: nn.Module, stored: Mapping[str, Stored]) -> None:

@@ -258,13 +258,13 @@ def test_a_delta_without_base_or_with_the_wrong_one_is_refused(release, tmp_path
     assert base.is_dir()
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-def test_a_lora_folder_is_merged_as_peft_does(release, tmp_path, rslora):
+@pytest.mark.parametrize("kind", [{}, {"use_rslora": True}, {"use_dora": True}])
+def test_a_lora_folder_is_merged_as_peft_does(release, tmp_path, kind):
     import peft
 
     model, folder = release("llava")
     base = language_of(model, tmp_path / "base")
-    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], use_rslora=rslora)
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **kind)
     wrapped = peft.get_peft_model(build(twins.llava()).language, settings)
     for name, parameter in wrapped.named_parameters():
         if "lora_" in name:
@@ -281,21 +281,34 @@ def test_a_lora_folder_is_merged_as_peft_does(release, tmp_path, rslora):
     for name, tensor in again.language.state_dict().items():
         torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=1e-5)
     assert torch.equal(again.connector.output[2].weight, model.connector.output[2].weight)
+    half = language_of(model, tmp_path / "half", change=lambda state: {name: tensor.bfloat16() for name, tensor in state.items()})
+    again, _ = published.load(lora, base=half)
+    weight = again.language.model.layers[0].self_attn.q_proj.weight
+    assert weight.dtype == torch.float32 and not torch.equal(weight, weight.bfloat16().float()), "not rounded to the base's type"
     (lora / "adapter_config.json").write_text(json.dumps(llava.adapter_config(lora) | {"base_model_name_or_path": "vicuna"}))
     with pytest.raises(ValueError, match=r"holds a lora: give .* base \(adapter_config.json names vicuna\)"):
         published.load(lora)
 
 
-def test_an_empty_or_half_adapter_is_refused(tmp_path):
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": 8, "use_dora": True}))
-    with pytest.raises(ValueError, match="use_dora = True, which cannot be merged here"):
-        llava.adapter_config(tmp_path)
-    save_file({"x.lora_A.weight": torch.zeros(0), "x.lora_B.weight": torch.zeros(2, 1)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="1 layers lack a half or have an empty one .*: x"):
-        llava.adapter_halves(tmp_path)
-    pair = {"A": torch.ones(1, 2), "B": torch.ones(2, 1)}
-    with pytest.raises(ValueError, match="1 adapted layers have no weight in the base: y"):
-        dict(llava.merge(iter({"x.weight": torch.zeros(2, 2)}.items()), {"x": pair, "y": pair}, {"lora_alpha": 1}, "folder"))
+def test_adapters_that_cannot_be_merged_are_refused(tmp_path):
+    def adapter(**parts):
+        return {f"x.lora_{name}.weight": part for name, part in parts.items()}
+
+    a, b = torch.ones(1, 2), torch.ones(2, 1)
+    cases = [
+        ({"alpha_pattern": {"q": 2}}, adapter(A=a, B=b), "alpha_pattern = .* which cannot be merged here"),
+        ({}, adapter(A=torch.zeros(0), B=b), "1 layers lack a half or have an empty one .*: x"),
+        ({"use_dora": True}, adapter(A=a, B=b), "1 layers lack a half or have an empty one .*: x"),
+        ({}, adapter(A=a, B=b, magnitude_vector=torch.ones(2)), "x.lora_magnitude_vector.weight is no LoRA weight"),
+        ({}, adapter(A=a, B=b), "1 adapted layers have no weight in the base: x"),
+    ]
+    (tmp_path / "base").mkdir()
+    save_file({"y.weight": a}, tmp_path / "base" / "model.safetensors")
+    for settings, tensors, message in cases:
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": 8} | settings))
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            list(llava.merged(tmp_path, tmp_path / "base"))
 
 
 def write_shards(state: dict[str, torch.Tensor], folder: Path, world: int, flat: frozenset[str] = frozenset()) -> None:

@@ -137,23 +137,26 @@ def test_only_the_main_process_writes_but_all_take_part(tmp_path):
 # ---------------------------------------------------------------- adapters
 
 
-def adapted(config):
-    """A model with LoRA on all query projections, B not zero."""
+def adapted(config, scale=1.0, **settings):
+    """A model with adapters on all query projections, B not zero and with DoRA no magnitude that of its weight."""
     model = build(config)
     pattern = r"language\.model\.layers\.\d+\.self_attn\.q_proj"
-    peft.inject_adapter_in_model(peft.LoraConfig(r=4, lora_alpha=8, target_modules=pattern), model, "default")
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, lora_alpha=8, target_modules=pattern, **settings), model, "default")
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
+            torch.nn.init.normal_(parameter, std=scale)
+        elif "lora_magnitude" in name:
+            parameter.data *= 1 + torch.rand(parameter.shape)
     return model
 
 
-def test_adapters_are_kept_apart_injected_again_or_merged(tmp_path):
+@pytest.mark.parametrize("kind", [{}, {"use_rslora": True}, {"use_dora": True}], ids=str)
+def test_adapters_are_kept_apart_injected_again_or_merged(tmp_path, kind):
     config = twins.llava()
-    model = adapted(config)
+    model = adapted(config, **kind)
     folder = pretrained.save_pretrained(model, tmp_path / "export", config)
     assert not any("lora" in name or "base_layer" in name for name in load_file(folder / "model.safetensors"))
-    assert len(load_file(folder / "adapter" / "adapter_model.safetensors")) == 2 * 4
+    assert len(load_file(folder / "adapter" / "adapter_model.safetensors")) == (3 if kind.get("use_dora") else 2) * 4
     again, _ = pretrained.from_pretrained(folder)
     assert equal(model, again)
     merged, _ = pretrained.from_pretrained(folder, merge=True)
@@ -161,6 +164,18 @@ def test_adapters_are_kept_apart_injected_again_or_merged(tmp_path):
     expected, got = (each.language(input_ids=ids).logits for each in (model, merged))
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert equal(filled(*pretrained.hollow(config, folder)), merged)
+
+
+def test_a_merge_says_what_rounding_costs_the_adapter_and_is_refused_where_it_is_lost(tmp_path, caplog):
+    caplog.set_level("INFO", "mmkit.models.merging")
+    config = twins.llava()
+    folder = pretrained.save_pretrained(adapted(config, scale=1e-3), tmp_path / "export", config)
+    pretrained.from_pretrained(folder, merge=True)
+    assert f"{folder}: 4 layers merged into float32: 0.00% of the adapter lost at worst (language.model.layers." in caplog.text
+    with pytest.raises(ValueError, match=r"4 layers merged into bfloat16: \d+\.\d+% of .* lost .*; above the limit of 5%: .* loss_limit"):
+        pretrained.from_pretrained(folder, dtype=torch.bfloat16, merge=True)
+    model, _ = pretrained.from_pretrained(folder, dtype=torch.bfloat16, merge=True, loss_limit=1)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_a_peft_folder_of_ours_is_readable_by_peft(tmp_path):

@@ -42,6 +42,7 @@ FORBIDDEN = {
     "bits x offload": [run_of(MACHINERY[name] | {"offload": True}, bits=4) for name in ("zero1", "zero2")],
     "bits x trained language": [run_of(MACHINERY["single"], bits=4, trainable=("language",))],
     "bits x clip": [run_of(MACHINERY["single"], model=ClipConfig(name="ViT-B-32"), bits=8)],
+    "8 bits x DoRA": [run_of(MACHINERY["single"], bits=8, lora={"rank": 4, "use_dora": True})],
     "fp16 x xla": [run_of(MACHINERY["xla"], precision="fp16")],
     "8-bit Adam x machinery": [
         run_of(MACHINERY[name], optimizer=OptimizerConfig(kind="adamw_8bit"))
@@ -76,7 +77,8 @@ def test_full_precision_lora_and_bf16_are_allowed_everywhere(name):
 
 @pytest.mark.parametrize("name", ["single", "ddp", "zero0", "zero1", "zero2"])
 def test_quantised_base_weights_are_allowed_where_nothing_cuts_them(name):
-    check_combination(run_of(MACHINERY[name], bits=4, lora={"rank": 4}))
+    check_combination(run_of(MACHINERY[name], bits=4, lora={"rank": 4, "use_dora": True}))
+    check_combination(run_of(MACHINERY[name], bits=8, lora={"rank": 4, "use_rslora": True}))
 
 
 def test_refusal_takes_under_a_second_and_loads_no_heavy_library():

@@ -266,7 +266,8 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_written(tmp_pa
         ({"stage": "eval"}, "trains nothing"),
         ({"trainable": ["language"], "lora": LORA}, "'language' is in train.trainable and in train.lora.components"),
         ({"bits": 4}, "train.bits 4 freezes the language model"),
-        ({"trainable": ["regions"]}, r"\['regions'\] trains nothing in this model; its components are"),
+        ({"trainable": []}, r"train.trainable \[\] trains nothing in this model; its components are"),
+        ({"trainable": ["regions"]}, "train.trainable names regions, which this model lacks; its components are"),
         ({"data": {}}, "data.sources of 'test' stage 'pretrain' is empty"),
     ):
         run = tiny_run(tmp_path, **settings)

@@ -78,6 +78,20 @@ def test_half_precision_on_two_processes_is_that_of_one(tmp_path):
     assert_same_lines(whole, run, 2e-2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [{"kind": "torch", "strategy": "fsdp"}, {"kind": "deepspeed", "zero_stage": 3}], ids=str)
+def test_rslora_dora_and_modules_to_save_on_two_processes_are_those_of_one(tmp_path, backend):
+    lora = SETTINGS["lora"] | {"use_rslora": True, "use_dora": True, "modules_to_save": ["embed_tokens", r"layers\.1\.mlp"]}
+    settings = SETTINGS | {"lora": lora, "model": sourced(tmp_path), "steps": 3}
+    whole, run = (tiny_run(tmp_path / name, **settings) for name in ("whole", "parts"))
+    train(whole)
+    by_two(tmp_path / "parts", **settings, backend=backend | {"processes": 2})
+    assert_same_lines(whole, run)
+    assert_same_export(whole, run)
+    held = safetensors.torch.load_file(Path(run.folder, "export", "model.safetensors"))
+    assert {"language.model.embed_tokens.weight", "language.model.layers.1.mlp.up_proj.weight"} <= held.keys()
+
+
 def assert_same_lines(whole, run, tolerance=1e-5):
     for one, other in zip(lines(whole), lines(run), strict=True):
         for name in ("loss", "eval_loss", "eval_accuracy"):

@@ -1,31 +1,33 @@
 """LoRA folders of LLaVA, Ferret and Cambrian: an adapter by peft plus ``non_lora_trainables.bin`` (connector and the like).
 
-Adapters are merged in fp32: W + scale * B A.
+The product with the weights is `models.merging`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mmkit.models.convert import files
+from mmkit.models.merging import Merging
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 OTHERS = "non_lora_trainables.bin"
-_LORA = re.compile(r"^(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<half>A|B)(?:\.default)?\.weight$")
+_LORA = re.compile(r"^(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<part>A|B|magnitude)(?:_vector)?(?:\.default)?(?:\.weight)?$")
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json of a peft folder; ValueError for kinds whose merge is not a plain product."""
+    """adapter_config.json of a peft folder; ValueError for kinds whose merge is not that of `models.merging`."""
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf8"))
     if config.get("peft_type", "LORA") != "LORA":
         raise ValueError(f"{folder}: adapter of type {config['peft_type']!r}; only LORA is read")
-    for name in ("use_dora", "alpha_pattern", "modules_to_save"):
+    for name in ("alpha_pattern", "modules_to_save"):
         if config.get(name):
             raise ValueError(
                 f"{folder}: adapter_config.json has {name} = {config[name]!r}, which cannot be merged here; "
@@ -35,17 +37,19 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def adapter_halves(folder: Path) -> dict[str, dict[str, Tensor]]:
-    """Layer name -> {"A": (r, in), "B": (out, r)} of a peft folder; ValueError for tensors of another kind or a half alone."""
+    """Layer name -> {"A": (r, in), "B": (out, r)} of a peft folder, with DoRA {"magnitude": (out,)} too; ValueError for tensors of another
+    kind or a part alone."""
     file = next((folder / name for name in ADAPTER_FILES if (folder / name).is_file()), None)
     if file is None:
         raise ValueError(f"{folder} has none of {', '.join(ADAPTER_FILES)}")
+    parts = {"A", "B", "magnitude"} if adapter_config(folder).get("use_dora") else {"A", "B"}
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in files.tensors(file):
         match = _LORA.match(name)
-        if not match:
-            raise ValueError(f"{file}: {name} is no LoRA weight")
-        halves.setdefault(match["layer"], {})[match["half"]] = tensor
-    whole = {layer for layer, pair in halves.items() if set(pair) == {"A", "B"} and all(half.numel() for half in pair.values())}
+        if not match or match["part"] not in parts:
+            raise ValueError(f"{file}: {name} is no {'DoRA' if len(parts) > 2 else 'LoRA'} weight")
+        halves.setdefault(match["layer"], {})[match["part"]] = tensor
+    whole = {layer for layer, found in halves.items() if set(found) == parts and all(part.numel() for part in found.values())}
     if broken := sorted(set(halves) - whole):
         raise ValueError(
             f"{file}: {len(broken)} layers lack a half or have an empty one (a ZeRO-3 save without gathering?): "
@@ -54,27 +58,21 @@ def adapter_halves(folder: Path) -> dict[str, dict[str, Tensor]]:
     return halves
 
 
-def merge(weights: Iterator[tuple[str, Tensor]], halves: Mapping[str, Mapping[str, Tensor]], config: Mapping[str, Any], source: str):
-    """``weights`` with the adapter folded in, in fp32 and back to each weight's own type; ValueError for layers without a weight."""
-    left = set(halves)
-    for name, tensor in weights:
-        layer = name.removesuffix(".weight")
-        if layer in left:
-            left.discard(layer)
-            pair = halves[layer]
-            rank = pair["A"].shape[0]
-            scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
-            change = scale * (pair["B"].float() @ pair["A"].float())
-            tensor = (tensor.float() + (change.T if config.get("fan_in_fan_out") else change)).to(tensor.dtype)
-        yield name, tensor
-    if left:
-        raise ValueError(f"{source}: {len(left)} adapted layers have no weight in the base: {', '.join(sorted(left))}")
+def merged(folder: Path, base: Path, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(original name, tensor) of base + adapter, then the trainables that are no adapter; those replace base tensors of their name.
 
-
-def merged(folder: Path, base: Path) -> Iterator[tuple[str, Tensor]]:
-    """(original name, tensor) of base + adapter, then the trainables that are no adapter; those replace base tensors of their name."""
+    Adapted weights come in ``dtype`` (None: their own). ValueError for adapted layers without a weight in the base.
+    """
     others = dict(files.tensors(folder / OTHERS)) if (folder / OTHERS).is_file() else {}
     others = {name.removeprefix("base_model.model."): tensor for name, tensor in others.items()}
-    weights = ((name, tensor) for name, tensor in files.tensors(base) if name not in others)
-    yield from merge(weights, adapter_halves(folder), adapter_config(folder), str(folder))
+    halves = adapter_halves(folder)
+    merging, left = Merging(halves, adapter_config(folder), str(folder), dtype), set(halves)
+    for name, tensor in files.tensors(base):
+        if name in others:
+            continue
+        layer = name.removesuffix(".weight")
+        yield name, merging.fold(layer, tensor) if layer in left else tensor
+        left.discard(layer)
+    if left:
+        raise ValueError(f"{folder}: {len(left)} adapted layers have no weight in the base: {', '.join(sorted(left))}")
     yield from others.items()

@@ -62,12 +62,14 @@ def read(
     kind: str | None = None,
     base: str | Path | ClipConfig | None = None,
     encoders: Sequence[EncoderConfig] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[ModelConfig, Stream]:
     """(our config, stream of (our name, tensor)) of a published checkpoint.
 
     ``path``: a local file or folder, or a hub repository. ``base``: the language model's weights, which a delta or LoRA folder
     needs, and a projector may have; for an OpenCLIP file the model name, a JSON config file or a ClipConfig, since a state dict
-    does not say its activation. ``encoders`` replaces the vision towers that config.json names.
+    does not say its activation. ``encoders`` replaces the vision towers that config.json names. Adapters are merged into ``dtype``
+    (None: the type of each weight).
     """
     path = files.locate(str(path))
     kind = kind or ("delta" if base and kind_of(path) == "full" else kind_of(path))
@@ -77,7 +79,7 @@ def read(
         return _clip_config(path, base), openclip.tensors(path)
     original = _original(path)
     config = vlm_config(original, encoders)
-    return config, _ours(_streams(kind, path, files.locate(str(base)) if base else None, original), config)
+    return config, _ours(_streams(kind, path, files.locate(str(base)) if base else None, original, dtype), config)
 
 
 def _original(path: Path) -> dict[str, Any]:
@@ -97,7 +99,7 @@ def _clip_config(path: Path, base: str | Path | ClipConfig | None) -> ClipConfig
     return ClipConfig(name=str(base))
 
 
-def _streams(kind: str, path: Path, base: Path | None, original: Mapping[str, Any]) -> Stream:
+def _streams(kind: str, path: Path, base: Path | None, original: Mapping[str, Any], dtype: torch.dtype | None) -> Stream:
     """(original name, tensor) of a checkpoint of the language-model systems."""
     if kind in ("delta", "lora") and base is None:
         raise ValueError(f"{path} holds a {kind}: give the weights of its base model as base" + _base_hint(path))
@@ -106,7 +108,7 @@ def _streams(kind: str, path: Path, base: Path | None, original: Mapping[str, An
     if kind == "delta":
         return ferret.apply_delta(files.tensors(path), base)
     if kind == "lora":
-        return llava.merged(path, base)
+        return llava.merged(path, base, dtype)
     if kind == "projector":
         return _projector(path, base)
     if system_of(original) == "ferret":
@@ -152,12 +154,16 @@ def load(
     encoders: Sequence[EncoderConfig] | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[nn.Module, ModelConfig]:
-    """(model with the published weights, its config), in ``dtype`` or the type they are stored in.
+    """(model with the published weights, its config), in ``dtype`` or the type they are stored in; fp32 for a LoRA folder, since half
+    precision may round the adapter away.
 
     Encoders come from the checkpoint where it has them, else from their own source; so does the language model of a projector
     without ``base``. ValueError naming every missing or unexpected tensor.
     """
-    config, stream = read(path, kind, base, encoders)
+    found = kind or kind_of(files.locate(str(path)))
+    if found == "lora":
+        dtype = dtype or torch.float32
+    config, stream = read(path, kind, base, encoders, dtype)
     first = next(stream, None)
     if first is None:
         raise ValueError(f"{path} holds no tensors")
@@ -167,7 +173,7 @@ def load(
             model = build(config, weights=False).to(dtype=dtype)
         files.fill(model, stream, str(path))
         return model, config
-    partial = (kind or kind_of(files.locate(str(path)))) == "projector" and base is None
+    partial = found == "projector" and base is None
     drawn = partial or any(encoder.weights == "random" for encoder in config.encoders)
     with contextlib.nullcontext() if drawn else SkipInit():
         model = build(config, weights=partial).to(dtype=dtype)
