@@ -239,3 +239,10 @@ def test_a_disk_that_refuses_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "mmkit: error: [Errno 28] No space left on device: 'runs/x'\n"
     with pytest.raises(OSError, match="No space left"):
         cli.main(["doctor", "-v"])
+
+
+@pytest.mark.parametrize("target", ["slurm", "tpu"])
+def test_settings_that_cannot_train_are_refused_before_a_job_waits(target, capsys):
+    words = ["launch", "--target", target, "--model", "8b-debug", "--dry-run", "--set", "bits=4"]
+    assert cli.main(words) == 2
+    assert "train.bits" in capsys.readouterr().err

@@ -126,10 +126,10 @@ def _xla_variables(backend: BackendConfig) -> dict[str, str]:
     """What torch_xla reads on import and the environment does not say yet: the device that PJRT_DEVICE names, else a TPU where there is
     one, else virtual devices of the CPU."""
     host = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists() or "TPU_NAME" in os.environ
-    told = os.environ.get("PJRT_DEVICE")
+    told, count = os.environ.get("PJRT_DEVICE"), backend.xla_devices
     wanted = {"PJRT_DEVICE": told or ("TPU" if host else "CPU")}
-    if wanted["PJRT_DEVICE"] == "CPU" and (backend.xla_devices or not told):
-        wanted["CPU_NUM_DEVICES"] = str(backend.xla_devices or 1)
+    if wanted["PJRT_DEVICE"] == "CPU" and (count or not told):
+        wanted["CPU_NUM_DEVICES"] = str(count or 1)
     return {name: value for name, value in wanted.items() if os.environ.get(name) != value}
 
 

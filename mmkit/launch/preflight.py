@@ -62,20 +62,19 @@ class Preflight:
 def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     """Counts the model of ``run``, plans it, looks at its data, and raises TooLargeError where it cannot run here.
 
-    ConfigError for a schedule or best checkpoint that watches what is not measured, for held-out data that are trained on, and for a
-    contrastive loss that does not suit the model.
+    ConfigError for what training itself would refuse: settings that cannot work together, names of what the model lacks, a schedule or best
+    checkpoint that watches what is not measured, held-out data that are trained on.
     A dry run is never too large: it is meant for looking at a model on a machine that cannot hold it. Nothing is downloaded.
     """
-    from mmkit.models.clip import architecture_of
-    from mmkit.training.contrastive import check_model
-    from mmkit.training.validation import check
+    from mmkit.training import assemble, validation, weights
 
-    contrastive = run.model.kind == "clip"
-    if run.stage != "eval":
-        check(run, tasks=contrastive)
-        if contrastive:
-            check_model(run.train.contrastive, architecture_of(run.model))
+    trains = run.stage != "eval"
+    if trains:
+        assemble.check(run)
+        validation.check(run, tasks=run.model.kind == "clip")
     module = build_meta(run)
+    if trains:
+        weights.check_scope(module, run.train, weights.model_file(run).COMPONENTS)
     plan = make_plan(run, count(run, module), machine or this_machine(run.devices))
     if not run.dry_run:
         plan.check()

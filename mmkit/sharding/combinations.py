@@ -6,13 +6,11 @@ everywhere; 4- and 8-bit base weights where no device cuts them (single, torch d
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
 from mmkit.config import ConfigError, RunConfig
 from mmkit.sharding.deepspeed_file import filled_settings, read_file
-from mmkit.sharding.environment import process_environment
 
 
 class Facts(NamedTuple):
@@ -78,13 +76,13 @@ REFUSALS: dict[str, Refusal] = {
         lambda f: f.kind == "single" and f.run.backend.processes * f.run.backend.nodes > 1,
         "backend.kind = single is one process, but backend.processes x nodes = {n_processes}; use torch or deepspeed",
     ),
-    "virtual devices x kind": Refusal(
+    "xla devices x kind": Refusal(
         lambda f: f.kind != "xla" and bool(f.run.backend.xla_devices or f.run.backend.fsdp_axis),
         "backend.xla_devices and fsdp_axis mean nothing on {machinery}; remove them or use backend.kind = xla",
     ),
-    "virtual devices x processes": Refusal(
+    "xla devices x processes": Refusal(
         lambda f: f.kind == "xla" and bool(f.run.backend.xla_devices) and f.run.backend.processes * f.run.backend.nodes > 1,
-        "backend.xla_devices are virtual devices of one process, but backend.processes x nodes = {n_processes}; set both to 1",
+        "backend.xla_devices counts the devices of all hosts in one program, but backend.processes x nodes = {n_processes}; set both to 1",
     ),
     "mesh x axis": Refusal(
         lambda f: bool(f.run.backend.xla_devices and f.run.backend.fsdp_axis) and bool(f.run.backend.xla_devices % f.run.backend.fsdp_axis),
@@ -110,15 +108,3 @@ def check_combination(run: RunConfig) -> None:
     file = run.backend.deepspeed_config
     if file:
         filled_settings(read_file(file), run.backend, run.train, run.accumulation, run.devices)
-
-
-def check_devices(run: RunConfig, devices: int) -> None:
-    """ConfigError where another number of ``devices`` shares a step than the batch was divided by: a step would have other samples."""
-    place = process_environment(os.environ)
-    found = max(devices, place.world)  # a backend of one process does not ask how many were started
-    if found != run.devices:
-        raise ConfigError(
-            f"global_batch {run.train.global_batch} = device_batch {run.train.device_batch} x accumulation {run.accumulation} x {run.devices} "
-            f"devices by the settings of backend {run.backend.kind}, but {found} devices share a step here ({place.source}); "
-            "give the number of devices in the settings of backend, or start as many"
-        )

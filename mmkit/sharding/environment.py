@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from mmkit.config import ConfigError
+from mmkit.config import ConfigError, RunConfig
 
 log = logging.getLogger(__name__)
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -142,6 +142,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def check_devices(run: RunConfig, devices: int) -> None:
+    """ConfigError where another number of ``devices`` shares a step than the batch was divided by: a step would have other samples."""
+    place = process_environment(os.environ)
+    found = max(devices, place.world)  # a backend of one process does not ask how many were started
+    if found != run.devices:
+        raise ConfigError(
+            f"global_batch {run.train.global_batch} = device_batch {run.train.device_batch} x accumulation {run.accumulation} x {run.devices} "
+            f"devices by the settings of backend {run.backend.kind}, but {found} devices share a step here ({place.source}); "
+            "give the number of devices in the settings of backend, or start as many"
+        )
 
 
 # ---------------------------------------------------------------- connecting

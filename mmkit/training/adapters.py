@@ -80,7 +80,7 @@ def inject(model: nn.Module, lora: LoraConfig, components: Components, head: nn.
     import peft
 
     names = targets_of(model, lora, components, head)
-    kept = _modules_to_save(model, lora.modules_to_save, names)
+    kept = modules_to_save(model, lora.modules_to_save, names)
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, use_rslora=lora.use_rslora, use_dora=lora.use_dora,
         target_modules="|".join(re.escape(name) for name in names),
@@ -114,7 +114,7 @@ def _draw(layer: nn.Module) -> None:
         )
 
 
-def _modules_to_save(model: nn.Module, patterns: Sequence[str], targets: Iterable[str]) -> list[str]:
+def modules_to_save(model: nn.Module, patterns: Sequence[str], targets: Iterable[str]) -> list[str]:
     """Modules whose full name fits a pattern; ConfigError where it fits none that can train whole: none at all, without parameters,
     quantised, or with an adapted layer in it (the layer would then train twice, under two names)."""
     found = []

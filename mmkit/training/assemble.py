@@ -24,7 +24,7 @@ from mmkit.training.contrastive import ContrastiveObjective, check_model
 from mmkit.training.feed import make_loaders
 from mmkit.training.loss import LanguageObjective
 from mmkit.training.optim import optimizer_factory
-from mmkit.training.schedule import Schedule, watched
+from mmkit.training.schedule import Schedule, check_lengths, watched
 from mmkit.training.stability import StabilityGuard
 from mmkit.training.weights import (
     build_model, check_patterns, frozen_record, materialise, parent_export, prepare_model, reader, start_digests,
@@ -72,9 +72,10 @@ class TrainState:
 
 def assemble(run: RunConfig) -> TrainState:
     """The state before step 0 of ``run``. Wrong settings and missing files are refused before weights are read."""
-    from mmkit.sharding.combinations import check_devices
+    from mmkit.sharding.environment import check_devices
 
     check(run)
+    parent_export(run)
     backend = create(run.backend, run.train.precision)
     check_devices(run, backend.devices)
     seed_everything(run.seed)
@@ -112,7 +113,7 @@ def assemble(run: RunConfig) -> TrainState:
 
 
 def check(run: RunConfig) -> None:
-    """ConfigError for settings that cannot work together, before anything is read or downloaded."""
+    """ConfigError for settings that cannot work together, before anything is read or downloaded; `check_scope` sees to what needs a model."""
     from mmkit.sharding.combinations import check_combination
 
     if run.stage == "eval":
@@ -133,7 +134,8 @@ def check(run: RunConfig) -> None:
         check_model(run.train.contrastive, architecture_of(run.model))
     if not run.data.sources:
         raise ConfigError(f"data.sources of {run.preset!r} stage {run.stage!r} is empty; name at least one source")
-    parent_export(run)
+    if run.train.steps:
+        check_lengths(run.train.optimizer, run.train.steps)
     _ = run.accumulation
 
 

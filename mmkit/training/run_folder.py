@@ -20,6 +20,7 @@ from mmkit.training.assemble import TrainState, seed_everything
 from mmkit.training.checkpoint import Checkpoint, folder_name, open_verified, trained_buffers
 from mmkit.training.foreign import is_foreign, restore_foreign
 from mmkit.training.metrics import MetricsFile, environment
+from mmkit.training.weights import adapter_record
 from mmkit.storage import Store
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def save_checkpoint(state: TrainState, metrics: dict[str, float] | None = None) 
         "step": state.step, "samples": state.samples, "tokens": state.tokens, "total_steps": state.total_steps,
         "data": state.loader.state_dict(), "schedule": state.schedule.state_dict(), "guard": state.guard.state_dict(),
         "backend": state.backend.extra_state(), "backend_kind": state.backend.name, "precisions": state.precisions,
-        "history": state.history, "global_batch": state.run.train.global_batch,
+        "history": state.history, "global_batch": state.run.train.global_batch, "adapters": adapter_record(state.run),
         "random": state.backend.all_objects(random_state(state)),
     }  # fmt: skip
     buffers = trained_buffers(state.model)
@@ -80,6 +81,7 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
         return
     saved = open_verified(path, state.backend)
     values = saved.state
+    check_adapters(path, values, state.run)
     saved.require(state.trained)
     saved.require_frozen(state.frozen)
     state.backend.import_state(saved.get, values["backend"]["optimizer_step"])
@@ -100,6 +102,16 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
     log.info("resumed %s", path)
     if keep_data_position is None and state.run.resume not in ("auto", "never") and not went_on(values, state.run):
         branch(state, path, values)
+
+
+def check_adapters(path: str, values: dict, run: RunConfig) -> None:
+    """ConfigError where the trained tensors of a checkpoint belong to other settings of adapters: they would fit and compute something
+    else. The dropout may be another."""
+    saved, now = values["adapters"], adapter_record(run)
+    both = [{**record, "lora": record["lora"] and {**record["lora"], "dropout": None}} for record in (saved, now)]
+    if both[0] != both[1]:
+        what, old, new = _first_difference("train", *both)
+        raise ConfigError(f"{path} was trained with {what} = {_short(old)}, this run has {_short(new)}; use the same, or resume=never")
 
 
 def data_position(state: TrainState, values: dict) -> dict:

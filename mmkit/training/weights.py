@@ -88,12 +88,27 @@ def check_patterns(train: TrainConfig) -> None:
             compiled(setting, text)
 
 
-def prepare_model(model: nn.Module, run: RunConfig, components, stored: Mapping[str, Stored]) -> dict[str, Any]:
-    """Freezes, quantises and puts adapters as ``run.train`` says; returns tables for people. Nothing is wrapped yet."""
-    train, tables = run.train, {}
+def check_scope(model: nn.Module, train: TrainConfig, components) -> None:
+    """ConfigError where settings name a component, layer or module that ``model`` lacks or that is not trained; it may be on the meta
+    device."""
     present = list(dict.fromkeys(component_of(name, components) for name, _ in model.named_parameters()))
     if absent := [component for component in train.trainable if component not in present]:
         raise ConfigError(f"train.trainable names {', '.join(absent)}, which this model lacks; its components are {', '.join(present)}")
+    trained = set(train.trainable)
+    if train.lora:
+        names = adapters.targets_of(model, train.lora, components, getattr(model, "head", None))
+        names = [*names, *adapters.modules_to_save(model, train.lora.modules_to_save, names)]
+        trained |= {component_of(f"{name}.weight", components) for name in names}
+    if not trained:
+        raise ConfigError(f"train.trainable [] trains nothing in this model; its components are {', '.join(present)}")
+    if idle := sorted(set(train.optimizer.lr_of) - trained):
+        raise ConfigError(f"train.optimizer.lr_of names {idle[0]!r}, which is not trained; trained are {', '.join(sorted(trained))}")
+
+
+def prepare_model(model: nn.Module, run: RunConfig, components, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    """Freezes, quantises and puts adapters as ``run.train`` says; returns tables for people. Nothing is wrapped yet."""
+    train, tables = run.train, {}
+    check_scope(model, train, components)
     if train.bits != 16 or (train.lora and train.lora.use_dora):
         materialise(model, stored)
     open_as_built = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -116,7 +131,7 @@ def prepare_model(model: nn.Module, run: RunConfig, components, stored: Mapping[
     tables["components"] = component_table(model, components)
     opened = [row["component"] for row in tables["components"] if row["trainable"]]
     if not opened:
-        raise ConfigError(f"train.trainable {list(train.trainable)} trains nothing in this model; its components are {', '.join(present)}")
+        raise ConfigError(f"train.trainable {list(train.trainable)} trains nothing in this model: all of it is locked")
     if run.data.cache_features and "encoders" in opened:
         raise ConfigError("data.cache_features keeps what frozen encoders give, but lora.modules_to_save names modules of encoders")
     check_allowed(train.allow_no_grad, (name for name, p in model.named_parameters() if p.requires_grad))

@@ -50,8 +50,8 @@ FORBIDDEN = {
     ],
     "offload x machinery": [run_of(MACHINERY[name] | {"offload": True}) for name in ("single", "ddp", "zero0", "xla")],
     "single x processes": [run_of({"kind": "single", "processes": 2})],
-    "virtual devices x kind": [run_of(MACHINERY["ddp"] | {"xla_devices": 2}), run_of(MACHINERY["single"] | {"fsdp_axis": 2})],
-    "virtual devices x processes": [run_of({"kind": "xla", "xla_devices": 2, "nodes": 2})],
+    "xla devices x kind": [run_of(MACHINERY["ddp"] | {"xla_devices": 2}), run_of(MACHINERY["single"] | {"fsdp_axis": 2})],
+    "xla devices x processes": [run_of({"kind": "xla", "xla_devices": 2, "nodes": 2})],
     "mesh x axis": [run_of({"kind": "xla", "xla_devices": 4, "fsdp_axis": 3, "processes": 1}, device_batch=4)],
     "deepspeed file x kind": [run_of(MACHINERY["ddp"] | {"deepspeed_config": "zero3"})],
 }

@@ -127,6 +127,15 @@ def test_resume_from_a_path_goes_on_from_there_and_drops_later_lines(tmp_path):
         train(tiny_run(tmp_path, steps=3, resume=str(tmp_path / "nothing")))
 
 
+@pytest.mark.parametrize("other", [{"alpha": 400}, {"use_rslora": True}])
+def test_adapters_of_other_settings_are_not_taken_over_though_their_tensors_fit(unbroken, tmp_path, other):
+    path = f"{unbroken[0].folder}/checkpoints/step-00000004"
+    same = {"trainable": ["connector"], "steps": 5, "resume": path}
+    with pytest.raises(ConfigError, match=f"was trained with train.lora.{next(iter(other))} = .*; use the same, or resume=never"):
+        train(tiny_run(tmp_path, lora=LORA | other, **same))
+    assert train(tiny_run(tmp_path, lora=LORA | {"dropout": 0.0}, **same)).steps == 5
+
+
 def test_other_settings_in_the_same_folder_are_refused_by_name(tmp_path):
     train(tiny_run(tmp_path, steps=1))
     with pytest.raises(ConfigError, match=r"train.global_batch = 4, this one has 8: give it another name .* or start anew"):
