@@ -249,6 +249,7 @@ def _train(options: argparse.Namespace) -> int:
     from mmkit.launch.launch import is_worker, launch
     from mmkit.launch.preflight import preflight
     from mmkit.notebook.progress import Progress
+    from mmkit.notebook.tables import text
 
     run = run_of(options)
     if is_worker():
@@ -258,6 +259,8 @@ def _train(options: argparse.Namespace) -> int:
     if run.dry_run:
         print(report)
         return 0
+    if report.adapters:
+        print(f"adapters\n{text(report.adapters)}")
     with Progress(report.steps, live=False) as progress:
         result = launch(run, on_log=progress)
     print(result)

@@ -33,6 +33,7 @@ class Preflight:
     run: RunConfig
     plan: Plan
     sources: tuple[dict[str, Any], ...] = ()  # one row a data source
+    adapters: tuple[dict[str, Any], ...] = ()  # one row a kind of layer that gets an adapter
     shapes: tuple[dict[str, Any], ...] = ()  # of a dry run: what one micro-batch looks like on its way through the model
 
     @property
@@ -45,8 +46,8 @@ class Preflight:
         return self.plan.rows()
 
     def _tables(self) -> list[tuple[str, list[dict[str, Any]]]]:
-        found = [("parameters and memory of one device", self.rows()), ("data", list(self.sources)), ("shapes", list(self.shapes))]
-        return [(caption, rows) for caption, rows in found if rows]
+        found = {"parameters and memory of one device": self.rows(), "adapters": self.adapters, "data": self.sources, "shapes": self.shapes}
+        return [(caption, list(rows)) for caption, rows in found.items() if rows]
 
     def _repr_html_(self) -> str:
         from mmkit.notebook.tables import html
@@ -73,14 +74,13 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
         assemble.check(run)
         validation.check(run, tasks=run.model.kind == "clip")
     module = build_meta(run)
-    if trains:
-        weights.check_scope(module, run.train, weights.model_file(run).COMPONENTS)
+    adapters = weights.check_scope(module, run.train, weights.model_file(run).COMPONENTS) if trains else ()
     plan = make_plan(run, count(run, module), machine or this_machine(run.devices))
     if not run.dry_run:
         plan.check()
     sources, samples = data_rows(run)
     shapes = check_shapes(run, module) if run.dry_run and run.model.kind == "vlm" else ()
-    return Preflight(run, dataclasses.replace(plan, samples=samples), tuple(sources), tuple(shapes))
+    return Preflight(run, dataclasses.replace(plan, samples=samples), tuple(sources), tuple(adapters), tuple(shapes))
 
 
 def plan_of(

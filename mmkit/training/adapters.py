@@ -143,6 +143,12 @@ def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer) and ADAPTER in module.lora_A}
 
 
+def chosen(names: Iterable[str], components: Components) -> list[dict]:
+    """One row a component and kind of layer among the layers that get an adapter (`targets_of`): how many."""
+    counts = Counter((component_of(f"{name}.weight", components), _shape_of(name)) for name in names)
+    return [{"component": component, "layer": layer, "layers": count} for (component, layer), count in counts.items()]
+
+
 def adapted(model: nn.Module, components: Components) -> list[dict]:
     """One row a component and kind of layer: how many are adapted, trained and base parameters."""
     rows: dict[tuple[str, str], dict] = {}

@@ -88,21 +88,22 @@ def check_patterns(train: TrainConfig) -> None:
             compiled(setting, text)
 
 
-def check_scope(model: nn.Module, train: TrainConfig, components) -> None:
-    """ConfigError where settings name a component, layer or module that ``model`` lacks or that is not trained; it may be on the meta
-    device."""
+def check_scope(model: nn.Module, train: TrainConfig, components) -> list[dict]:
+    """The layers that get an adapter (`adapters.chosen`). ConfigError where settings name a component, layer or module that ``model`` lacks
+    or that is not trained; it may be on the meta device."""
     present = list(dict.fromkeys(component_of(name, components) for name, _ in model.named_parameters()))
     if absent := [component for component in train.trainable if component not in present]:
         raise ConfigError(f"train.trainable names {', '.join(absent)}, which this model lacks; its components are {', '.join(present)}")
-    trained = set(train.trainable)
+    trained, layers = set(train.trainable), []
     if train.lora:
-        names = adapters.targets_of(model, train.lora, components, getattr(model, "head", None))
-        names = [*names, *adapters.modules_to_save(model, train.lora.modules_to_save, names)]
-        trained |= {component_of(f"{name}.weight", components) for name in names}
+        layers = adapters.targets_of(model, train.lora, components, getattr(model, "head", None))
+        whole = adapters.modules_to_save(model, train.lora.modules_to_save, layers)
+        trained |= {component_of(f"{name}.weight", components) for name in (*layers, *whole)}
     if not trained:
         raise ConfigError(f"train.trainable [] trains nothing in this model; its components are {', '.join(present)}")
     if idle := sorted(set(train.optimizer.lr_of) - trained):
         raise ConfigError(f"train.optimizer.lr_of names {idle[0]!r}, which is not trained; trained are {', '.join(sorted(trained))}")
+    return adapters.chosen(layers, components)
 
 
 def prepare_model(model: nn.Module, run: RunConfig, components, stored: Mapping[str, Stored]) -> dict[str, Any]:

@@ -151,3 +151,13 @@ def test_gpus_are_read_from_the_driver_tool(tmp_path, monkeypatch):
 def test_a_plan_for_named_devices_needs_no_such_device():
     plan = plan_of(load("8b-debug", "finetune"), device="h100-80gb", devices=1, samples=100, price=2.0)
     assert plan.machine.name == "H100 80GB" and plan.fits and plan.steps == 4
+
+
+def test_the_layers_that_get_an_adapter_are_shown_before_the_start_and_wrong_names_refused():
+    settings = {"dry_run": True, "lora.rank": 8, "lora.targets": "[q_proj, v_proj]", "trainable": "[connector, regions]"}
+    report = preflight(load("ferret-7b", "finetune", settings))
+    assert [(row["component"], row["layer"].rpartition(".")[2], row["layers"]) for row in report.adapters] == [("language", "q_proj", 32), ("language", "v_proj", 32)]
+    assert "self_attn.v_proj" in str(report)
+    for wrong, message in (({"lora.targets": "[q_prj]"}, "'q_prj' matches no linear layer of language"), ({"lr_of": {"samplers": 0.1}}, "'samplers', which is not trained")):
+        with pytest.raises(ConfigError, match=message):
+            preflight(load("ferret-7b", "finetune", settings | wrong))
