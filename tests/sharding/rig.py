@@ -49,7 +49,7 @@ def run_job(job: dict) -> dict:
         result["validation"] = [validation(backend, model, case) for _ in range(2)]
     if job.get("full"):
         result["full"] = {name: [float(t.double().sum()), list(t.shape), str(t.dtype)] for name, t in backend.full_parameters()}
-    backend.clear()
+    backend.clear(keep_programs=True)  # the cases that follow share programs, and count them
     return result
 
 

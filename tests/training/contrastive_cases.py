@@ -124,7 +124,7 @@ def run(case, backend):
     backend.sync()
     facts["gradients"] = {name: entry["exp_avg"] / 0.1 for name, entry in backend.export_state()}
     facts |= {name: float(out[name]) for name in ("max_logit", "logit_scale", "duplicate_share") if name in out}
-    backend.clear()
+    backend.clear(keep_programs=True)  # the cases that follow share programs, and count them
     return facts | {"loss": float(loss), "compiles": backend.compiles()}
 
 

@@ -7,7 +7,8 @@ import deepspeed
 import torch
 from tiny_run import tiny_run
 
-from mmkit.training.assemble import assemble
+from mmkit.data.loader import loader
+from mmkit.models.build import image_transforms, tokenizer
 from mmkit.training.loss import LanguageObjective
 from mmkit.training.weights import build_model, prepare_model
 
@@ -40,7 +41,8 @@ def write(out: Path, stage: int, batch: dict) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    batch = next(assemble(tiny_run(folder)).loader).tensors
+    given = tiny_run(folder)
+    batch = next(loader(given.data, given.model, tokenizer(given.model), image_transforms(given.model), train=True, device_batch=2)).tensors
     deepspeed.init_distributed(dist_backend="gloo")
     for stage in (2, 3):
         write(folder, stage, batch)
