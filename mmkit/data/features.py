@@ -113,7 +113,7 @@ class FeatureCache:
         part, row = self._place[digest]
         rows = [np.array(self._map(part, number)[row]) for number in range(len(self.shapes))]
         if (part, row) not in self._checked and _checksum(rows) != self._sums[part][row]:
-            raise RuntimeError(f"cached features in {self._parts[part]} have changed on the disk (row {row}); remove that folder and start again")
+            raise ValueError(f"cached features in {self._parts[part]} have changed on the disk (row {row}); remove that folder and start again")
         self._checked.add((part, row))
         return [torch.from_numpy(data).view(dtype).view(shape) for data, (shape, dtype) in zip(rows, self.shapes, strict=True)]
 
@@ -364,7 +364,7 @@ def _make_room(folder: Path) -> None:
 
 def _shared(folder: Path) -> IO:
     """A file whose lock says that the cache is in use, until it is closed; FileNotFoundError where the cache is gone."""
-    file = (folder / IN_USE).open("w")
+    file = (folder / IN_USE).open("a+")  # NFS shares a lock on what can be read only
     fcntl.flock(file, fcntl.LOCK_SH)
     os.stat(folder / IN_USE)
     return file

@@ -23,6 +23,7 @@ from mmkit.data.record_facts import facts
 from mmkit.data.records import CAPTION_FIELDS, IMAGE_FIELDS, example_of, grit_example, images_of, key_of
 
 LONGEST_CELL = 1 << 24  # characters of a CSV cell; the csv module's own limit of 131,072 is less than a long conversation
+QUOTES = "A cell that begins with a quote must end with one, and quotes inside it are doubled"
 STAMP_BLOCK, STAMP_BLOCKS = 1 << 18, 256  # bytes read at a place and places, of all files of a source: 64 MiB
 LARGE_JSON = 1 << 26  # a JSON list beyond this size is rewritten once as JSONL in the cache, so that workers need not hold it
 
@@ -202,43 +203,49 @@ class CsvRows(Sequence):
     """The rows of a CSV or TSV file as dictionaries, in memory. ConfigError where the file cannot be cut into rows."""
 
     def __init__(self, path: Path, source: str):
-        self.path, self.header, self.rows = path, [], []
-        self.lines: dict[int, int] = {}  # of rows with too many or too few cells: number -> line of the file
-        begins, limit = 1, csv.field_size_limit(LONGEST_CELL)
+        self.path, self.source, self.header, self.rows = path, source, [], []
+        self.faults: dict[int, str] = {}  # of rows that are not one cell a column: number -> what is wrong
+        limit = csv.field_size_limit(LONGEST_CELL)
         try:
             with path.open(newline="", encoding="utf-8-sig") as file:
                 delimiter = "\t" if "\t" in file.readline() else ","
                 file.seek(0)
-                reader = csv.reader(file, delimiter=delimiter, strict=True)  # else a quote left open swallows the rest of the file
-                for cells in reader:
-                    if not self.header:
-                        self.header = cells
-                    elif cells:
-                        if len(cells) != len(self.header):
-                            self.lines[len(self.rows)] = begins
-                        self.rows.append(cells)
-                    begins = reader.line_num + 1
-        except csv.Error as error:
-            raise ConfigError(
-                f"data.sources {source!r}: {path} line {reader.line_num}: {error}; the row begins in line {begins}. "
-                "A cell that begins with a quote must end with one, and quotes inside it are doubled"
-            ) from None
+                self._read(csv.reader(file, delimiter=delimiter, strict=True))  # else a quote left open swallows the rest of the file
         except UnicodeDecodeError:
             raise ConfigError(f"data.sources {source!r}: {path} line {_undecodable(path)} is not UTF-8; save the file as UTF-8") from None
         finally:
             csv.field_size_limit(limit)
+
+    def _read(self, reader: Any) -> None:
+        while True:
+            begins = reader.line_num + 1
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                if not self.header or reader.line_num > begins:  # it has swallowed lines that may have been rows
+                    raise ConfigError(
+                        f"data.sources {self.source!r}: {self.path} line {reader.line_num}: {error}; the row begins in line {begins}. {QUOTES}"
+                    ) from None
+                self.faults[len(self.rows)] = f"line {begins} of {self.path}: {error}. {QUOTES}"
+                cells = ["?"]
+            if cells is None:
+                return
+            if not self.header:
+                self.header = cells
+            elif cells:
+                if len(cells) != len(self.header):
+                    counts = f"{len(cells)} cells for {len(self.header)} columns"
+                    self.faults.setdefault(len(self.rows), f"line {begins} of {self.path} has {counts}; put quotes round a cell with a comma in it")
+                self.rows.append(cells)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, number: int) -> dict[str, str]:
         """The row of a number; BadRecord where it has not one cell a column."""
-        cells = self.rows[number]
-        if number in self.lines:
-            counts = f"{len(cells)} cells for {len(self.header)} columns"
-            message = f"line {self.lines[number]} of {self.path} has {counts}; put quotes round a cell with a comma in it"
-            raise BadRecord(message, reason="cell count")
-        return dict(zip(self.header, cells, strict=True))
+        if number in self.faults:
+            raise BadRecord(self.faults[number], reason="cell count")
+        return dict(zip(self.header, self.rows[number], strict=True))
 
 
 def _undecodable(path: Path) -> int:

@@ -26,7 +26,8 @@ from mmkit.storage import is_remote
 BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
 COPIED = 1 << 24  # bytes of a remote shard fetched at a time
-PADDING = 2 * tarfile.RECORDSIZE  # more zeros than this at the end of a tar are no padding: there the download stopped
+PADDING = 2 * tarfile.RECORDSIZE  # more zeros than this at the end of a tar pad no usual record: there the download stopped
+RECORDS = tuple(tarfile.BLOCKSIZE << power for power in range(6, 12))  # larger ones that tar's -b makes, to 1 MiB
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 
 
@@ -219,13 +220,21 @@ def _after_end_mark(url: str, file, end: int, size: int) -> int:
     zeros, unread = len(tail) - len(tail.lstrip(b"\0")), 1 - end / max(size, 1)
     if len(tail) < tarfile.BLOCKSIZE:
         raise ShardError(url, "truncated tar", f"no end mark; the file stops at {size} bytes")
-    if zeros > PADDING:
+    if zeros > PADDING and not _pads_a_record(file, end, size):
         raise ShardError(url, "damaged tar", f"zeros instead of data from byte {end} of {size} on; was its download finished?", unread)
-    if zeros == len(tail):
+    if zeros > PADDING or zeros == len(tail):
         return size
     if zeros < 2 * tarfile.BLOCKSIZE:  # one block of zeros may be a lost header
         raise ShardError(url, "damaged tar", f"no header at byte {end} of {size}; what follows is not read", unread)
     return end + zeros - zeros % tarfile.BLOCKSIZE
+
+
+def _pads_a_record(file, end: int, size: int) -> bool:
+    """Whether the zeros from ``end`` to the end of the file fill up a record of one of `RECORDS`, of which the file is made."""
+    if size - end > RECORDS[-1] or not any(size % record == 0 and size - end < record + 2 * tarfile.BLOCKSIZE for record in RECORDS):
+        return False
+    file.seek(end)
+    return not file.read(size - end).strip(b"\0")
 
 
 def _no_tar(head: bytes) -> str:

@@ -144,14 +144,21 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def processes_started(env: Mapping[str, str]) -> int:
+    """How many processes torchrun or srun says it started; 1 where neither did. A batch script is no step of srun, and what a kernel or
+    a library left in the environment is nobody's word."""
+    by_torchrun = env.get("RANK") and env.get("WORLD_SIZE")
+    told = by_torchrun or (env.get("SLURM_PROCID") and env.get("SLURM_STEP_NUM_TASKS")) or "1"
+    return int(told) if told.isdigit() else 1
+
+
 def check_devices(run: RunConfig, devices: int) -> None:
     """ConfigError where another number of ``devices`` shares a step than the batch was divided by: a step would have other samples."""
-    place = process_environment(os.environ)
-    found = max(devices, place.world)  # a backend of one process does not ask how many were started
+    found = max(devices, processes_started(os.environ))  # a backend of one process does not ask how many were started
     if found != run.devices:
         raise ConfigError(
             f"global_batch {run.train.global_batch} = device_batch {run.train.device_batch} x accumulation {run.accumulation} x {run.devices} "
-            f"devices by the settings of backend {run.backend.kind}, but {found} devices share a step here ({place.source}); "
+            f"devices by the settings of backend {run.backend.kind}, but {found} devices share a step here; "
             "give the number of devices in the settings of backend, or start as many"
         )
 

@@ -107,7 +107,8 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
 def check_adapters(path: str, values: dict, run: RunConfig) -> None:
     """ConfigError where the trained tensors of a checkpoint belong to other settings of adapters: they would fit and compute something
     else. The dropout may be another."""
-    saved, now = values["adapters"], adapter_record(run)
+    now = adapter_record(run)
+    saved = values.get("adapters", now)  # an older checkpoint does not say
     both = [{**record, "lora": record["lora"] and {**record["lora"], "dropout": None}} for record in (saved, now)]
     if both[0] != both[1]:
         what, old, new = _first_difference("train", *both)

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import subprocess
 import tarfile
 from contextlib import closing
 from pathlib import Path
@@ -48,6 +49,18 @@ def test_a_tar_that_ends_before_its_end_mark_is_damaged_indexed_and_streamed(tmp
     with pytest.raises(ValueError, match="0.tar: .*" + wrong):
         open_shards(source_config(path))
     assert damage_share(inspect(path)) == pytest.approx({0: 1, 19: 0.62, 50: 1 / 51}[kept], abs=0.03)
+
+
+@pytest.mark.parametrize("blocking", [20, 64, 128, 512, 2048])
+def test_large_records_of_tar_are_no_damage_but_zeros_in_the_place_of_data_are(tmp_path, blocking):
+    path = raw_tar(tmp_path / "0.tar", [(f"{i:02d}.{ext}", b"x" * 700) for i in range(40) for ext in ("jpg", "txt")])
+    (tmp_path / "files").mkdir()
+    subprocess.run(["tar", "xf", path, "-C", tmp_path / "files"], check=True)
+    subprocess.run(["tar", "--sort=name", "-b", str(blocking), "-cf", path, "-C", tmp_path / "files", "."], check=True)
+    assert len(index_of(path)) == 40 and not index_of(path).message
+    data = (tmp_path / "0.tar").read_bytes()
+    (tmp_path / "0.tar").write_bytes(data[:20_480] + bytes(len(data) - 20_480 + (1 << 21)))
+    assert "zeros instead of data" in index_of(path).message
 
 
 def test_archives_one_behind_the_other_are_read_whole(tmp_path):

@@ -170,7 +170,7 @@ def test_a_part_that_was_cut_is_computed_anew_and_changed_rows_are_an_error(tmp_
     flipped[len(data) // 2] ^= 1
     (part / file).write_bytes(flipped)
     changed = FeatureCache(cache.folder)
-    with pytest.raises(RuntimeError, match="part-.* have changed on the disk .row 3.; remove that folder"):
+    with pytest.raises(ValueError, match="part-.* have changed on the disk .row 3.; remove that folder"):
         [changed.get(example.images[0]) for example in found]
 
 

@@ -349,9 +349,9 @@ def test_csv_rows_of_another_number_of_cells_are_bad_records_that_name_the_line(
     "content, message",
     [
         ('image,title\nb.png,x\na.png,"one\n' + "a.png,c\n" * 20, "rows.csv line 23: unexpected end of data; the row begins in line 3. A cell"),
-        ('image,title\na.png,"one" two\n', "rows.csv line 2: ',' expected after '\"'; the row begins in line 2"),
+        ('image,title\na.png,"one\nb.png,"two\n', "rows.csv line 3: ',' expected after '\"'; the row begins in line 2"),
         ("image,title\na.png,x\na.png,caf\xe9\n".encode("latin1"), "rows.csv line 3 is not UTF-8; save the file as UTF-8"),
-        ("image,title\na.png," + "x" * 300 + "\n", "rows.csv line 2: field larger than field limit .200.; the row begins in line 2"),
+        ('"image,title\n', "rows.csv line 1: unexpected end of data; the row begins in line 1"),
         ("", "the first line of .* is ''; it needs columns"),
     ],
 )
@@ -361,6 +361,18 @@ def test_csv_files_that_cannot_be_cut_into_rows_are_named_with_the_line(tmp_path
     with pytest.raises(ConfigError, match="data.sources 'c': .*" + message):
         csv_source(tmp_path, content)
     assert csv.field_size_limit() == before
+
+
+@pytest.mark.parametrize(
+    ("row", "message"), [('"Hello" said the man', "',' expected after"), ("x" * 300, "larger than field limit"), ('"he said no', "unexpected end of data")]
+)
+def test_a_stray_quote_costs_its_own_row_only(tmp_path, monkeypatch, row, message):
+    monkeypatch.setattr("mmkit.data.readers.LONGEST_CELL", 200)
+    last = message.startswith("unexpected")
+    source = csv_source(tmp_path, f"image,title\na.png,one\nb.png,{row}" + ("" if last else "\nc.png,three\n"))
+    assert len(source) == 3 - last and source[0].caption == "one" and (last or source[2].caption == "three")
+    with pytest.raises(BadRecord, match=f"'record 2': line 3 of .*: .*{message}.*A cell that begins with a quote"):
+        source[1]
 
 
 def test_csv_cells_may_be_longer_than_the_csv_module_allows(tmp_path):

@@ -15,6 +15,7 @@ import yaml
 from mmkit.config import ConfigError, changed
 from mmkit.models import pretrained
 from mmkit.models.pretrained import from_pretrained
+from mmkit.sharding import environment
 from mmkit.training import assemble, loop, loss
 from mmkit.training.checkpoint import Checkpoint, CheckpointError
 from mmkit.training.loop import train
@@ -69,8 +70,8 @@ def test_a_run_leaves_its_config_environment_metrics_checkpoint_and_export(unbro
     assert rows[0]["reached_connector"] == rows[0]["reached_language"] == 1 and not any("reached" in name for name in rows[1])
     assert sum(row["samples"] for row in rows) == 16 and rows[-1]["total_samples"] == 16
     assert yaml.safe_load((folder / "config.yaml").read_text())["train"]["lora"]["rank"] == 2
-    environment = json.loads((folder / "environment.json").read_text())
-    assert torch.__version__.startswith(environment["versions"]["torch"]) and environment["tables"]["adapters"] and environment["data"]["fingerprint"]
+    facts = json.loads((folder / "environment.json").read_text())
+    assert torch.__version__.startswith(facts["versions"]["torch"]) and facts["tables"]["adapters"] and facts["data"]["fingerprint"]
     assert steps_of(run) == [4] and (folder / "export" / "adapter" / "adapter_model.safetensors").is_file()
 
 
@@ -443,12 +444,19 @@ def test_the_share_of_each_source_is_told_at_the_end(tmp_path, caplog):
     assert told == ["75.00% of the samples were of source made (15, wished 75.00%)", "25.00% of the samples were of source other (5, wished 25.00%)"]
 
 
-@pytest.mark.parametrize("more", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}])
-def test_another_number_of_processes_than_the_batch_is_divided_by_is_refused(tmp_path, monkeypatch, more):
-    for name, value in more.items():
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}  # a batch script with -n 4
+ALONE = ({}, SCRIPT, {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, {"WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}, {"LOCAL_RANK": "0"})
+
+
+@pytest.mark.parametrize(("there", "refused"), [(TORCHRUN, True), (SRUN, True), *((there, False) for there in ALONE)])
+def test_another_number_of_processes_than_the_batch_is_divided_by_is_refused(tmp_path, monkeypatch, there, refused):
+    for name, value in there.items():
         monkeypatch.setenv(name, value)
-    if more:
-        with pytest.raises(ConfigError, match=r"global_batch 4 = device_batch 2 x accumulation 2 x 1 devices .* 2 devices share a step here .torchrun."):
-            train(tiny_run(tmp_path, steps=1))
+    run = tiny_run(tmp_path, steps=1)
+    if refused:
+        with pytest.raises(ConfigError, match=r"global_batch 4 = device_batch 2 x accumulation 2 x 1 devices .* 2 devices share a step here"):
+            train(run)
     else:
-        assert train(tiny_run(tmp_path, steps=1)).steps == 1
+        environment.check_devices(run, devices=1)
