@@ -55,9 +55,9 @@ class FeatureCache:
         self._place: dict[str, tuple[int, int]] = {}  # content hash -> (part, row)
         self._sizes: dict[str, tuple[int, int]] = {}
         self._parts: list[Path] = []
-        self._sums: list[list[int]] = []  # checksum of each row of each part
+        self._sums: list[np.ndarray] = []  # (rows,) uint32 checksums of each part
         self._maps: dict[tuple[int, int], np.ndarray] = {}
-        self._checked: set[tuple[int, int]] = set()  # rows whose checksum was right
+        self._checked: list[np.ndarray] = []  # (rows,) bool of each part: whether the checksum was right
         self._hold = _shared(folder)  # as long as this object lives
         self.read()
 
@@ -80,7 +80,8 @@ class FeatureCache:
                 log.warning("features in %s are damaged and are computed anew", part)
                 shutil.rmtree(part, ignore_errors=True)
                 continue
-            self._sums.append(facts["sums"])
+            self._sums.append(np.array(facts["sums"], np.uint32))
+            self._checked.append(np.zeros(len(facts["sums"]), bool))
             self.shapes = [(tuple(shape), getattr(torch, dtype)) for shape, dtype in facts["shapes"]]
             self._parts.append(part)
             for row, (digest, size) in enumerate(zip(facts["hashes"], facts["sizes"], strict=True)):
@@ -112,9 +113,9 @@ class FeatureCache:
     def _row(self, digest: str) -> list[Tensor]:
         part, row = self._place[digest]
         rows = [np.array(self._map(part, number)[row]) for number in range(len(self.shapes))]
-        if (part, row) not in self._checked and _checksum(rows) != self._sums[part][row]:
+        if not self._checked[part][row] and _checksum(rows) != self._sums[part][row]:
             raise ValueError(f"cached features in {self._parts[part]} have changed on the disk (row {row}); remove that folder and start again")
-        self._checked.add((part, row))
+        self._checked[part][row] = True
         return [torch.from_numpy(data).view(dtype).view(shape) for data, (shape, dtype) in zip(rows, self.shapes, strict=True)]
 
     def _map(self, part: int, encoder: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from mmkit.data.loader import loader
 from mmkit.data.shards import open_shards
 from mmkit.data.tar_writer import ShardWriter
 from tests.bucket import on_each_store, serving, use
+from tests.data.test_shards import Captions
 
 pytestmark = on_each_store
 
@@ -54,17 +55,6 @@ def test_forked_workers_open_their_own_connections(bucket):
     assert source[0].caption == "caption 0"
     found = list(DataLoader(Captions(source), batch_size=None, num_workers=2, timeout=60))
     assert found == [f"caption {i}" for i in range(10)]
-
-
-class Captions:
-    def __init__(self, source):
-        self.source = source
-
-    def __len__(self):
-        return len(self.source)
-
-    def __getitem__(self, i):
-        return self.source[i].caption
 
 
 def test_an_absent_object_is_named(bucket):
