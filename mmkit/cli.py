@@ -355,13 +355,12 @@ def _check_file(options: argparse.Namespace) -> Report:
 
     if not (options.model or options.config or options.stage or options.set):
         return check_file(options.file, options.images, options.format, decode=options.decode)
-    from mmkit.launch.preflight import check_source
-    from mmkit.notebook.data_view import formatter_of
+    from mmkit.launch.preflight import check_sources
 
     run = run_of(options)
     config = SourceConfig(name=Path(options.file).name, format=options.format, path=options.file, images=options.images)
     run = run.model_copy(update={"data": run.data.model_copy(update={"sources": (config,), "validation": ()})})
-    return check_source(run, config, decode=options.decode, formatter=formatter_of(run) if run.model.kind == "vlm" else None)
+    return check_sources(run, options.decode)[0]
 
 
 def _data_shards(options: argparse.Namespace) -> int:

@@ -267,7 +267,7 @@ def check_sources(run: RunConfig, decode: int = 64) -> list[Report]:
     reports = []
     for config, use in sources_of(run):
         try:
-            report = check_source(run, config, use, decode, formatter)
+            report = _check_source(run, config, use, decode, formatter)
             report.refused = report.refused or missing
         except (ValueError, OSError) as error:
             report = Report(config.name, refused=str(error))
@@ -276,7 +276,7 @@ def check_sources(run: RunConfig, decode: int = 64) -> list[Report]:
     return reports
 
 
-def check_source(run: RunConfig, config: SourceConfig, use: str = TRAINING, decode: int = 64, formatter: Formatter | None = None) -> Report:
+def _check_source(run: RunConfig, config: SourceConfig, use: str = TRAINING, decode: int = 64, formatter: Formatter | None = None) -> Report:
     """The report of one source of a run; ConfigError where it is not here.
 
     Without a ``formatter`` conversations are checked for what every model asks of them. Of a stream the first shards are looked at.
