@@ -18,6 +18,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from mmkit.errors import ConfigError
+
 Stage = Literal["pretrain", "finetune", "eval"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Component = Literal["language", "connector", "samplers", "regions", "encoders", "image", "text", "scale"]
@@ -25,10 +27,6 @@ Digits = BeforeValidator(lambda value: int(value) if isinstance(value, str) and 
 IMAGE_TOKEN_INDEX = -200  # stands for one image slot in input_ids; never a vocabulary id
 REGION_TOKEN_INDEX = -300  # stands for one region token in input_ids
 IGNORE_INDEX = -100  # a label that carries no loss
-
-
-class ConfigError(ValueError):
-    """A setting is wrong; the message names the field, the value, its source and what to do."""
 
 
 class Settings(BaseModel):

@@ -10,11 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmkit.errors import InputError
+
 
 def padding(side: int, width: int, height: int) -> tuple[int, int]:
     """Padded (rows at top and bottom, columns at left and right), each on both sides, of a ``side`` x ``side`` grid."""
     if width <= 0 or height <= 0:
-        raise ValueError(f"image size {width}x{height} is empty; both sides must be at least 1 pixel")
+        raise InputError(f"image size {width}x{height} is empty; both sides must be at least 1 pixel")
     if width / height > 1:
         return min((side - int(height * (side / width))) // 2, (side - 1) // 2), 0
     return 0, min((side - int(width * (side / height))) // 2, (side - 1) // 2)

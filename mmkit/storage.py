@@ -25,6 +25,7 @@ import fsspec
 
 from mmkit.cache import atomic_folder, cache_root
 from mmkit.config import ConfigError
+from mmkit.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ CONNECTION_ERRORS = {
 EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}  # protocol -> the extra that installs its package
 
 
-class Unreachable(OSError):
+class Unreachable(UserError, OSError):
     """A store that did not answer after all attempts."""
 
 

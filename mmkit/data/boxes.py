@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from mmkit.errors import InputError
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -54,7 +56,7 @@ def model_pixels(side: int, width: int, height: int, fit: str = "pad") -> Frame:
     if fit == "square":
         scale = side / short
         return Frame(f"model {side} square", width * scale, height * scale, (side - width * scale) / 2, (side - height * scale) / 2)
-    raise ValueError(f"image fit {fit!r} is not known; use pad, square or stretch")
+    raise InputError(f"image fit {fit!r} is not known; use pad, square or stretch")
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Box:
     def iou(self, other: Box) -> float:
         """Intersection over union; both boxes must be in one frame."""
         if self.frame != other.frame:
-            raise ValueError(f"boxes of different frames ({self.frame.name}, {other.frame.name}) cannot be compared; convert one with .to()")
+            raise InputError(f"boxes of different frames ({self.frame.name}, {other.frame.name}) cannot be compared; convert one with .to()")
         width = min(self.x2, other.x2) - max(self.x1, other.x1)
         height = min(self.y2, other.y2) - max(self.y1, other.y1)
         shared = max(width, 0.0) * max(height, 0.0)

@@ -21,11 +21,12 @@ from pathlib import Path
 from mmkit.cache import atomic_folder, cache_root
 from mmkit.data.boxes import Box, pixels
 from mmkit.data.example import Example, ImageRef, Region, Turn
+from mmkit.errors import UserError
 
 TIMEOUT = 300  # seconds for one download or unpacking
 
 
-class AssetMissing(RuntimeError):
+class AssetMissing(UserError, RuntimeError):
     """A package that a pack is made from cannot be had here; the message says why."""
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from mmkit.errors import InputError
+
 if TYPE_CHECKING:
     from mmkit.data.boxes import Box
 
@@ -27,7 +29,7 @@ _REGION_MARKER = re.compile(f"{re.escape(REGION)}|{re.escape(REGION_FEATURE)}")
 Role = Literal["system", "user", "assistant"]
 
 
-class BadRecord(ValueError):
+class BadRecord(InputError):
     """A record that cannot be used. ``key`` and ``source`` name it, ``reason`` is a short word for counting."""
 
     def __init__(self, message: str, *, key: str = "", source: str = "", reason: str = "bad"):

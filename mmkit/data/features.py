@@ -34,6 +34,7 @@ from mmkit.cache import atomic_folder, cache_root
 from mmkit.config import ConfigError
 from mmkit.data.example import BadRecord, ImageRef
 from mmkit.data.images import ImageError, content_hash, open_image
+from mmkit.errors import InputError
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class FeatureCache:
         """Features of a text; ValueError where it was not computed."""
         digest = hashlib.sha256(text.encode()).hexdigest()
         if digest not in self._place:
-            raise ValueError(f"text {text[:60]!r} has no cached features; call precompute_texts with the data that holds it")
+            raise InputError(f"text {text[:60]!r} has no cached features; call precompute_texts with the data that holds it")
         return self._row(digest)
 
     @property
@@ -114,7 +115,7 @@ class FeatureCache:
         part, row = self._place[digest]
         rows = [np.array(self._map(part, number)[row]) for number in range(len(self.shapes))]
         if not self._checked[part][row] and _checksum(rows) != self._sums[part][row]:
-            raise ValueError(f"cached features in {self._parts[part]} have changed on the disk (row {row}); remove that folder and start again")
+            raise InputError(f"cached features in {self._parts[part]} have changed on the disk (row {row}); remove that folder and start again")
         self._checked[part][row] = True
         return [torch.from_numpy(data).view(dtype).view(shape) for data, (shape, dtype) in zip(rows, self.shapes, strict=True)]
 

@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from mmkit.data.example import ImageRef
+from mmkit.errors import InputError
 
 MAX_PIXELS = 178_956_970  # Pillow's own limit for a decompression bomb; 512 MB as RGB
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # EXIF tag; values that swap width and height
@@ -28,7 +29,7 @@ _DAMAGED = (  # what Pillow's decoders raise on damaged data; AVIF's RuntimeErro
 )  # fmt: skip
 
 
-class ImageError(ValueError):
+class ImageError(InputError):
     """A picture that cannot be used; ``reason`` is a short word for counting."""
 
     def __init__(self, message: str, reason: str = "undecodable image"):

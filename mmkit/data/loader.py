@@ -26,6 +26,7 @@ from mmkit.data.mixture import Mixture, Source
 from mmkit.data.planning import ConversationPlan, ExamplePlan
 from mmkit.data.recipe import realised
 from mmkit.data.stream import ShardLog, ShardSet, StreamBuilder, StreamPlan, streamed
+from mmkit.errors import InputError
 
 log = logging.getLogger(__name__)
 STATE_VERSION = 2  # 1 did not say which rows it counted
@@ -171,7 +172,7 @@ class Loader:
                 saved, now = state.get("sources", {}), self._sources()
                 changed = [source for source in {**saved, **now} if saved and saved.get(source) != now.get(source)]
                 which = f" (changed: source {', '.join(changed)})" if changed else ""
-                raise ValueError(
+                raise InputError(
                     f"the saved data position has {name} {state.get(name)!r}, this run has {mine!r}{which}; "
                     "resume with the same sources and seed, or start the data anew"
                 )
@@ -232,7 +233,7 @@ class Loader:
         if problems and bad > self.max_bad * max(examined, 100):
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.counts["bad"].most_common())
             last = "; ".join(f"{p.source} {p.key!r}: {p.message}" for p in self._samples_named)
-            raise ValueError(
+            raise InputError(
                 f"{bad} of {examined} samples cannot be used ({reasons}), more than data.max_bad_share {self.max_bad}. "
                 f"The last: {last}. Run `mmkit data check` on the source, repair it, or raise max_bad_share"
             )

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import re
 
+from mmkit.errors import InputError
+
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -52,7 +54,7 @@ def _align(tokenizer, ids: list[int], text: str) -> list[int]:
             lost = True
             continue
         if size is None:
-            raise ValueError(
+            raise InputError(
                 f"{type(tokenizer).__name__} reports no offsets and its token {token!r} does not spell the text at "
                 f"{data[place : place + 20].decode('utf8', 'replace')!r}; use the fast tokenizer of this model"
             )

@@ -20,6 +20,7 @@ from mmkit.data.example import BadRecord, Example, ImageRef
 from mmkit.data.images import ImageError, image_size
 from mmkit.data.mixture import Mixture, Order
 from mmkit.data.packing import Item, Limits, Member, Row, bucket_size, first_fit, items_of, power_of_two, row_length
+from mmkit.errors import InputError
 
 WINDOW = 2048  # samples planned together; rows are filled from one window
 REMEMBERED = 65_536  # encoded conversations kept for later epochs
@@ -205,7 +206,7 @@ def row_stream(plan: ExamplePlan, state: dict[str, int], once: bool) -> Iterator
             window, skip = window + 1, 0
         if not any_row:
             last = plan.problems[-1] if plan.problems else None
-            raise ValueError("no example of the data can be used" + (f"; for instance {last.source} {last.key!r}: {last.message}" if last else ""))
+            raise InputError("no example of the data can be used" + (f"; for instance {last.source} {last.key!r}: {last.message}" if last else ""))
         if once:
             return
         epoch, window = epoch + 1, 0

@@ -10,6 +10,7 @@ import numpy as np
 
 from mmkit.data.boxes import pixels
 from mmkit.data.example import Region
+from mmkit.errors import InputError
 
 POINT_SPAN = 5  # pixels on each side of a point
 
@@ -27,7 +28,7 @@ def region_mask(region: Region, width: int, height: int) -> np.ndarray:
         return shape
     mask = decode_mask(region.mask)
     if mask.shape != shape.shape:
-        raise ValueError(f"region mask is {mask.shape[1]}x{mask.shape[0]} but the image is {width}x{height}; masks are (height, width)")
+        raise InputError(f"region mask is {mask.shape[1]}x{mask.shape[0]} but the image is {width}x{height}; masks are (height, width)")
     cut = shape & mask
     return cut if cut.any() else shape
 
@@ -53,7 +54,7 @@ def decode_mask(mask) -> np.ndarray:
     try:
         return _decoded(mask)
     except (LookupError, TypeError, AttributeError):
-        raise ValueError(f"a mask is {mask!r:.60}; give an array or {{size: [height, width], counts: run lengths}}") from None
+        raise InputError(f"a mask is {mask!r:.60}; give an array or {{size: [height, width], counts: run lengths}}") from None
 
 
 def _decoded(mask) -> np.ndarray:
@@ -63,7 +64,7 @@ def _decoded(mask) -> np.ndarray:
     counts = mask["counts"]
     runs = _decompressed(counts if isinstance(counts, str) else counts.decode("ascii")) if isinstance(counts, str | bytes) else list(counts)
     if sum(runs) != height * width:
-        raise ValueError(f"mask runs add up to {sum(runs)} pixels but its size {width}x{height} has {height * width}")
+        raise InputError(f"mask runs add up to {sum(runs)} pixels but its size {width}x{height} has {height * width}")
     values = np.arange(len(runs)) % 2 == 1
     return np.repeat(values, runs).reshape(width, height).T  # COCO counts down columns
 
@@ -80,7 +81,7 @@ def box_of_mask(mask: np.ndarray) -> tuple[int, int, int, int]:
     """(x1, y1, x2, y2) of the outermost True pixels, inclusive; ValueError for an empty mask."""
     ys, xs = np.nonzero(mask)
     if not len(xs):
-        raise ValueError("a region mask has no pixel")
+        raise InputError("a region mask has no pixel")
     return int(xs.min()), int(ys.min()), int(xs.max()), int(ys.max())
 
 

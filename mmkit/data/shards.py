@@ -23,6 +23,7 @@ from mmkit.config import DataConfig, FilterRule, SourceConfig
 from mmkit.data.example import Example
 from mmkit.data.tar_files import expand, is_remote
 from mmkit.data.tar_index import FILTERED, IMAGE_EXTENSIONS, WHOLE, ShardIndex, index_of, opened_index, title, total
+from mmkit.errors import InputError
 
 log = logging.getLogger(__name__)
 
@@ -144,12 +145,12 @@ def check_extensions(name: str, index: ShardIndex, caption: str) -> None:
         return
     none = f"{name}: none of the {index.counts['samples']} samples of the first shard {index.url} can be used. "
     if caption in index.found and any(extension in index.found for extension in IMAGE_EXTENSIONS):
-        raise ValueError(
+        raise InputError(
             f"{none}It has pictures and {caption} files, but the files of one key do not stand side by side: "
             f"{index.counts['duplicate key']} keys come again later. Make the tar anew with its names sorted (`tar --sort=name`), or by "
             "`mmkit.data.tar_writer`"
         )
-    raise ValueError(
+    raise InputError(
         f"{none}Extensions found: {', '.join(sorted(index.found))}; wanted: one of {', '.join(IMAGE_EXTENSIONS)} and {caption}. A key "
         "ends at its first dot, so `a.input.jpg` has extension `input.jpg`; write the shards anew with `mmkit.data.tar_writer`, or set "
         "data.caption_key"
@@ -170,7 +171,7 @@ def check_filters(source: ShardSource, filters: Sequence[FilterRule], caption: s
         log.warning("%s: %s", source.name, keys)
         return
     causes = ", ".join(f"{count} by {rule}" for rule, count in removed if count)
-    raise ValueError(f"{source.name}: the filters remove all {n} samples ({causes}); {keys}. Correct the source's filters")
+    raise InputError(f"{source.name}: the filters remove all {n} samples ({causes}); {keys}. Correct the source's filters")
 
 
 def _keys(indexes: Sequence[ShardIndex], caption: str) -> list[str]:
@@ -183,7 +184,7 @@ def _keys(indexes: Sequence[ShardIndex], caption: str) -> list[str]:
 def check_damage(source: ShardSource, max_bad_share: float) -> None:
     """ValueError where too much is missing, or nothing is there."""
     if (share := damage(source)) > max_bad_share or not len(source):
-        raise ValueError(
+        raise InputError(
             f"{share:.1%} of the samples are damaged or missing, more than data.max_bad_share {max_bad_share:.1%}:\n"
             f"{source.summary()}\nRepair or leave out these shards, or raise data.max_bad_share"
         )

@@ -37,6 +37,7 @@ from mmkit.data.shard_sizes import known_samples, known_sizes
 from mmkit.data.shards import ShardSource, check_extensions
 from mmkit.data.tar_files import expand
 from mmkit.data.tar_index import FILTERED, ShardIndex, index_of, opened_index, remember, remembered
+from mmkit.errors import InputError
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class ShardSet:
             if index.found:
                 return check_extensions(self.config(shard).name, index, self.caption)
             messages.append(f"  {index.url}: {index.message or 'it holds no sample'}")
-        raise ValueError(f"none of the first {len(messages)} shards can be read; correct the path of the source:\n" + "\n".join(messages))
+        raise InputError(f"none of the first {len(messages)} shards can be read; correct the path of the source:\n" + "\n".join(messages))
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,7 @@ class Reader:
             rows += self._next(start - self.first)
             idle = 0 if len(self.numbers) else idle + 1
             if idle == IDLE_GROUPS:
-                raise ValueError(self._none_found(idle * GROUP))
+                raise InputError(self._none_found(idle * GROUP))
         return found, rows
 
     def close(self) -> None:
@@ -440,7 +441,7 @@ class DealtReader(Reader):
             if len(index):
                 self.group[shard] = self.shards.open[shard] = index
                 return shard * SHARD + np.arange(len(index))
-        raise ValueError(self._none_found(IDLE_GROUPS * GROUP))
+        raise InputError(self._none_found(IDLE_GROUPS * GROUP))
 
     def _row(self, shard: int, index: ShardIndex) -> dict[str, Any]:
         beyond = len(index) - self.shards.sizes[shard]
@@ -470,7 +471,7 @@ class ShardLog:
                 self.damaged[row["shard"]] = row["message"]
         expected = max_bad_share * self.opened
         if rows and rows[-1]["message"] and len(self.damaged) > expected + 4 * expected**0.5 + 1:
-            raise ValueError(
+            raise InputError(
                 f"{len(self.damaged)} of {self.opened} shards are damaged or missing, more than data.max_bad_share {max_bad_share:.1%}:\n"
                 f"{self.summary()}\nRepair or leave out these shards, or raise data.max_bad_share"
             )

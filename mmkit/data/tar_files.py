@@ -21,6 +21,7 @@ from typing import Any
 from mmkit import storage
 from mmkit.cache import cache_root
 from mmkit.config import ConfigError
+from mmkit.errors import InputError
 from mmkit.storage import is_remote
 
 BRACES = re.compile(r"\{([^{}]*)\}")
@@ -31,7 +32,7 @@ RECORDS = tuple(tarfile.BLOCKSIZE << power for power in range(6, 12))  # larger 
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 
 
-class ShardError(ValueError):
+class ShardError(InputError):
     """A shard that cannot be read; ``reason`` is the counter it belongs to, ``unread`` the share of its bytes behind the damage."""
 
     def __init__(self, url: str, reason: str, message: str, unread: float = 0.0):

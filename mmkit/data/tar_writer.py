@@ -15,6 +15,7 @@ import fsspec
 from mmkit.data.example import Example, ImageRef
 from mmkit.data.images import ImageError, open_image
 from mmkit.data.tar_files import is_remote, members
+from mmkit.errors import InputError
 
 NAME = "{:05d}.tar"
 NUMBERED = re.compile(r"(?:^|/)(\d{5,})\.tar$")
@@ -42,10 +43,10 @@ class ShardWriter:
         try:
             self.system.makedirs(self.base, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"folder {self.folder} cannot be made ({error}); write to another one") from None
+            raise InputError(f"folder {self.folder} cannot be made ({error}); write to another one") from None
         numbers = [int(found[1]) for path in self._present() if (found := NUMBERED.search(path))]
         if old := [number for number in numbers if number >= self.number]:
-            raise ValueError(
+            raise InputError(
                 f"folder {self.folder} holds {len(old)} shards already, {NAME.format(min(old))} to {NAME.format(max(old))}, which would be "
                 "read together with the new ones; write to another folder or delete these first"
             )
@@ -62,13 +63,13 @@ class ShardWriter:
         """One sample: extension -> bytes, text, or (``json``) a value. ValueError for a key that readers would take apart wrongly:
         dots end a key in this format, so ``a.b`` would be read as key ``a``."""
         if not key or "." in key:
-            raise ValueError(f"sample key {key!r} is empty or has a dot; readers end a key at its first dot. Use letters, digits, - and _")
+            raise InputError(f"sample key {key!r} is empty or has a dot; readers end a key at its first dot. Use letters, digits, - and _")
         if key in self._seen:
-            raise ValueError(f"sample key {key!r} was written before; keys are unique over all shards of a set")
+            raise InputError(f"sample key {key!r} was written before; keys are unique over all shards of a set")
         if not fields:
-            raise ValueError(f"sample {key!r} has no fields")
+            raise InputError(f"sample {key!r} has no fields")
         if bad := [name for name in fields if not name or name.startswith(".")]:
-            raise ValueError(f"sample {key!r}: field {bad[0]!r} is not an extension such as jpg or txt")
+            raise InputError(f"sample {key!r}: field {bad[0]!r} is not an extension such as jpg or txt")
         self._seen.add(key)
         contents = {name: _bytes(key, name, value) for name, value in fields.items()}
         if self._samples and (len(self._samples) >= self.max_samples or self._bytes + sum(map(len, contents.values())) > self.max_bytes):
@@ -123,7 +124,7 @@ def _bytes(key: str, name: str, value: Any) -> bytes:
         return value.encode("utf8")
     if name == "json" or name.endswith(".json"):
         return json.dumps(value, ensure_ascii=False).encode("utf8")
-    raise ValueError(f"sample {key!r}: field {name!r} is {type(value).__name__}; give bytes, text, or a value for json")
+    raise InputError(f"sample {key!r}: field {name!r} is {type(value).__name__}; give bytes, text, or a value for json")
 
 
 def write_examples(source: Sequence[Example], folder: str, **options: Any) -> dict[str, int]:
@@ -133,17 +134,17 @@ def write_examples(source: Sequence[Example], folder: str, **options: Any) -> di
     pictures become PNG. ValueError naming a sample that has no caption or not one picture.
     """
     if not len(source):
-        raise ValueError("the source has no example; nothing was written")
+        raise InputError("the source has no example; nothing was written")
     with ShardWriter(folder, **options) as writer:
         for i in range(len(source)):
             example = source[i]
             if len(example.images) != 1 or not example.caption:
                 found = f"{len(example.images)} pictures and caption {example.caption!r}"
-                raise ValueError(f"sample {example.key!r} has {found}; a pair has one of each")
+                raise InputError(f"sample {example.key!r} has {found}; a pair has one of each")
             try:
                 extension, data = _encoded(example.images[0].data)
             except (OSError, ImageError) as error:
-                raise ValueError(f"sample {example.key!r}: the picture cannot be read ({error}); correct or leave it out") from None
+                raise InputError(f"sample {example.key!r}: the picture cannot be read ({error}); correct or leave it out") from None
             writer.write(f"{i:09d}", {extension: data, "txt": example.caption, "json": {"key": example.key, **example.meta}})
     return writer.sizes
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmkit.data.example import IMAGE, Turn
+from mmkit.errors import InputError
 
 EOS = "</s>"  # in a template: the tokenizer's own end-of-sequence token
 
@@ -126,7 +127,7 @@ def render(template: Template, turns: Sequence[Turn], generate: bool = False, eo
 def render_with_tokenizer(tokenizer, turns: Sequence[Turn], generate: bool = False) -> Rendered:
     """The conversation in the tokenizer's own chat template; spans run from the generation prompt to the end-of-turn token."""
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError(f"template 'tokenizer' needs a chat template, but {type(tokenizer).__name__} has none; name one of {', '.join(TEMPLATES)}")
+        raise InputError(f"template 'tokenizer' needs a chat template, but {type(tokenizer).__name__} has none; name one of {', '.join(TEMPLATES)}")
     split_system(turns)
     messages = [{"role": turn.role, "content": turn.text} for turn in turns]
 
@@ -140,7 +141,7 @@ def render_with_tokenizer(tokenizer, turns: Sequence[Turn], generate: bool = Fal
             continue
         before, after = text_of(number, True), text_of(number + 1, False)
         if not (after.startswith(before) and text.startswith(after)):
-            raise ValueError("the tokenizer's chat template rewrites earlier turns, so answers have no fixed place in it; name another template")
+            raise InputError("the tokenizer's chat template rewrites earlier turns, so answers have no fixed place in it; name another template")
         tail = after[len(before) :].rpartition(turn.text.strip())[2] if turn.text.strip() else after[len(before) :]
         spans.append((len(before), len(after) - (len(tail) - len(tail.rstrip()))))
     return Rendered(text, tuple(spans))
@@ -153,7 +154,7 @@ def split_system(turns: Sequence[Turn]) -> tuple[str | None, Sequence[Turn]]:
     for number, turn in enumerate(rest):
         wanted = ("user", "assistant")[number % 2]
         if turn.role != wanted:
-            raise ValueError(f"turn {number + 1} is from {turn.role!r} where {wanted!r} is due; roles must alternate, starting with user")
+            raise InputError(f"turn {number + 1} is from {turn.role!r} where {wanted!r} is due; roles must alternate, starting with user")
     return system, rest
 
 

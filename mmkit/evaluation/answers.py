@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 
+from mmkit.errors import InputError
+
 NOT_FOUND = ""  # what `choice_letter` returns when no single letter is named
 
 _NUMBER_WORDS = {word: str(i) for i, word in enumerate("zero one two three four five six seven eight nine ten".split())} | {"none": "0"}
@@ -148,7 +150,7 @@ def decode_boxes(text: str, width: int, height: int, grid: int = 1000) -> tuple[
         try:
             x1, y1, x2, y2 = (int(part) for part in parts)
         except ValueError:
-            raise ValueError(f"[{match.group(1)}] is not a box of four whole numbers") from None
+            raise InputError(f"[{match.group(1)}] is not a box of four whole numbers") from None
         boxes.append(tuple(int(c * s / grid) for c, s in zip((x1, y1, x2, y2), (width, height) * 2, strict=True)))
         entities.append(_entity_before(text[start : match.start()]))
         start = match.end()

@@ -11,6 +11,7 @@ from mmkit.config import VlmConfig
 from mmkit.data.conversation import Formatter
 from mmkit.data.example import IMAGE, Example, ImageRef, Region, Turn
 from mmkit.data.prompting import prompt_batch
+from mmkit.errors import InputError
 from mmkit.models.generation import Chat, Sampling
 
 
@@ -41,6 +42,6 @@ def with_image_markers(turns: Sequence[tuple[str, str]], count: int) -> tuple[Tu
     """Turns in which ``count`` pictures have their places: markers that no text has come before the first message."""
     missing = count - sum(text.count(IMAGE) for _, text in turns)
     if missing < 0:
-        raise ValueError(f"the text has {count - missing} {IMAGE} markers for {count} pictures; give as many pictures as markers")
+        raise InputError(f"the text has {count - missing} {IMAGE} markers for {count} pictures; give as many pictures as markers")
     (role, first), *rest = turns
     return (Turn(role, f"{IMAGE}\n" * missing + first), *(Turn(role, text) for role, text in rest))

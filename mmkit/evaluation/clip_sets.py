@@ -19,6 +19,7 @@ from torch import Tensor
 from mmkit.config import ConfigError, DataConfig, SourceConfig, nearest
 from mmkit.data.images import open_image
 from mmkit.data.shards import ShardSource, open_shards
+from mmkit.errors import InputError
 from mmkit.evaluation import collections, retrieval, zero_shot
 from mmkit.evaluation.zero_shot import Share
 from mmkit.storage import Store
@@ -60,7 +61,7 @@ def open_set(name: str, root: str, transform: Callable, limit_check: bool = True
     kind = "cls" if classify else "txt"
     source = open_shards(SourceConfig(name=name, format="webdataset", path=path), DataConfig(caption_key=kind, max_bad_share=0.0))
     if limit_check and len(source) != task.n:
-        raise ValueError(f"{name}: {len(source)} documents in {folder}, a complete set has {task.n}")
+        raise InputError(f"{name}: {len(source)} documents in {folder}, a complete set has {task.n}")
     if not classify:
         return TarSet(source, transform, lambda text: [line.strip() for line in text.splitlines() if line.strip()]), ()
     names = tuple(_text(f"{folder}/classnames.txt", f"{name}: the class names are missing").splitlines())
@@ -76,7 +77,7 @@ def _text(path: str, problem: str) -> str:
         with fsspec.open(path, "r", encoding="utf8") as file:
             return file.read().strip()
     except FileNotFoundError:
-        raise ValueError(f"{problem}; {path} does not exist") from None
+        raise InputError(f"{problem}; {path} does not exist") from None
 
 
 def score(

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mmkit.config import nearest
+from mmkit.errors import InputError
 from mmkit.evaluation.zero_shot import ZeroShotTask, imagenet
 
 MULTI_LABEL = "voc2007_multilabel"
@@ -63,7 +64,7 @@ def members(names: str | Iterable[str]) -> tuple[str, ...]:
     out: dict[str, None] = {}
     for name in [names] if isinstance(names, str) else names:
         if name not in COLLECTIONS and name not in tasks():
-            raise ValueError(f"no task or collection {name!r}{nearest(name, (*COLLECTIONS, *tasks()))}")
+            raise InputError(f"no task or collection {name!r}{nearest(name, (*COLLECTIONS, *tasks()))}")
         out |= dict.fromkeys(COLLECTIONS.get(name, (name,)))
     return tuple(out)
 
@@ -80,7 +81,7 @@ def zero_shot_task(name: str, class_names: Sequence[str] = ()) -> ZeroShotTask:
     """The task of a collection, with the class names its dataset ships; the full ImageNet sets know theirs."""
     task = tasks()[members(name)[0]]
     if task.kind != "zeroshot_classification":
-        raise ValueError(f"{name} is a retrieval task; score it with benchmark_recall")
+        raise InputError(f"{name} is a retrieval task; score it with benchmark_recall")
     names = tuple(class_names) or (imagenet().names if name in IMAGENET_NAMES else ())
     return ZeroShotTask(name, names, templates(name), task.n, multi_label=name == MULTI_LABEL)
 
@@ -92,7 +93,7 @@ def average(metrics_of: dict[str, dict[str, float]], collection: str, metric: st
     """
     wanted = [name for name in members(collection) if name != MULTI_LABEL]
     if missing := [name for name in wanted if metrics_of.get(name, {}).get(metric) is None]:
-        raise ValueError(f"{collection}: {metric} of {len(missing)} of {len(wanted)} tasks is missing: {', '.join(missing)}")
+        raise InputError(f"{collection}: {metric} of {len(missing)} of {len(wanted)} tasks is missing: {', '.join(missing)}")
     return sum(metrics_of[name][metric] for name in wanted) / len(wanted)
 
 
@@ -119,7 +120,7 @@ def clip_benchmark(names: Iterable[str], *, model: str, weights: str, root: str,
     last lines when it fails."""
     program = shutil.which("clip_benchmark")
     if program is None:
-        raise ValueError("clip-benchmark is not installed; pip install 'mmkit[clip-benchmark]'")
+        raise InputError("clip-benchmark is not installed; pip install 'mmkit[clip-benchmark]'")
     command = clip_benchmark_command(names, model=model, weights=weights, root=root, output=output, batch=batch, workers=workers)
     done = subprocess.run([program, *command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:

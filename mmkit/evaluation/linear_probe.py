@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmkit.errors import InputError
 from mmkit.evaluation.zero_shot import class_scores
 
 
@@ -20,7 +21,7 @@ def few_shot(targets: Tensor, k: int, seed: int = 0) -> Tensor:
     for c in targets.unique().tolist():
         rows = order[targets[order] == c]
         if len(rows) < k:
-            raise ValueError(f"class {c} has {len(rows)} samples, fewshot_k asks for {k}")
+            raise InputError(f"class {c} has {len(rows)} samples, fewshot_k asks for {k}")
         chosen.append(rows[:k])
     return torch.cat(chosen)
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mmkit.config import nearest
+from mmkit.errors import InputError
 
 TABLE = ("mmkit.figures.data", "cambrian_benchmarks.csv")
 PRESETS = MappingProxyType({"8b": "Cambrian-1-8B", "13b": "Cambrian-1-13B", "34b": "Cambrian-1-34B"})
@@ -36,7 +37,7 @@ def published(model: str) -> Mapping[str, float]:
     """Published scores of a preset (``8b``) or of a model by its printed name; ValueError naming the nearest one otherwise."""
     name = PRESETS.get(model, model)
     if name not in benchmarks():
-        raise ValueError(f"no published scores of {model!r}{nearest(model, (*PRESETS, *benchmarks()))}")
+        raise InputError(f"no published scores of {model!r}{nearest(model, (*PRESETS, *benchmarks()))}")
     return benchmarks()[name]
 
 
@@ -44,7 +45,7 @@ def beside(reached: Mapping[str, float], model: str) -> list[dict[str, Any]]:
     """A row a benchmark: the published score, the reached one (None where not run) and their difference, as in the table's scale."""
     known = published(model)
     if unknown := sorted(set(reached) - set(known)):
-        raise ValueError(f"{model} has no published score on {unknown[0]!r}{nearest(unknown[0], known)}")
+        raise InputError(f"{model} has no published score on {unknown[0]!r}{nearest(unknown[0], known)}")
     rows = []
     for name, score in known.items():
         got = reached.get(name)

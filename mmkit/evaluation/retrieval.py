@@ -12,12 +12,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from mmkit.errors import InputError
+
 
 def paired_recall(image: Tensor, text: Tensor, ks: Sequence[int] = (1, 5, 10), chunk: int = 1024) -> dict[str, float]:
     """``image``, ``text`` (N, D), row i of one belonging to row i of the other. Keys ``image_to_text_R@1``,
     ``image_to_text_mean_rank``, ``image_to_text_median_rank`` and the same for ``text_to_image``; ranks start at 1."""
     if image.shape != text.shape:
-        raise ValueError(f"paired retrieval needs one caption an image, not {len(text)} captions of {len(image)}; use benchmark_recall")
+        raise InputError(f"paired retrieval needs one caption an image, not {len(text)} captions of {len(image)}; use benchmark_recall")
     metrics = {}
     for name, rows, columns in (("image_to_text", image, text), ("text_to_image", text, image)):
         ranks = torch.cat([_ranks(scores, start) for start, scores in _chunks(rows, columns, chunk)])
@@ -32,9 +34,9 @@ def benchmark_recall(image: Tensor, text: Tensor, image_of_text: Tensor, ks: Seq
     ``image_retrieval_recall@5`` (share of captions whose image is among the k nearest images) and ``text_retrieval_recall@5``
     (share of images with an own caption among the k nearest captions)."""
     if image_of_text.shape != text.shape[:1]:
-        raise ValueError(f"{len(text)} captions but {len(image_of_text)} image numbers")
+        raise InputError(f"{len(text)} captions but {len(image_of_text)} image numbers")
     if missing := sorted(set(range(len(image))) - set(image_of_text.tolist())):
-        raise ValueError(f"{len(missing)} of {len(image)} images have no caption, first image {missing[0]}")
+        raise InputError(f"{len(missing)} of {len(image)} images have no caption, first image {missing[0]}")
     own = torch.arange(len(image), device=image.device)
     hits = {
         "image_retrieval": _hits(text, image, image_of_text.to(text.device), own, ks, chunk),

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mmkit.errors import InputError
 from mmkit.storage import Store
 from mmkit.data.example import Example
 from mmkit.evaluation.metrics import interval, majority, priors
@@ -107,7 +108,7 @@ def shuffled(documents: Sequence[Example], seed: int = 0) -> list[Example]:
     """
     pictures = list(dict.fromkeys(example.images for example in documents if example.images))
     if len(pictures) < 2:
-        raise ValueError(f"{len(pictures)} different pictures cannot be shuffled; the control needs two")
+        raise InputError(f"{len(pictures)} different pictures cannot be shuffled; the control needs two")
     order = list(range(len(pictures)))
     random.Random(f"shuffled {seed}").shuffle(order)
     following = {order[i]: order[(i + 1) % len(order)] for i in range(len(order))}  # one cycle: nobody keeps its own

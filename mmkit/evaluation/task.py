@@ -16,6 +16,7 @@ from typing import Any
 
 from mmkit.config import nearest
 from mmkit.data.example import Example, ImageRef, Turn
+from mmkit.errors import InputError
 
 Scores = dict[str, float]
 
@@ -77,11 +78,11 @@ class Task:
         """All documents, or the first ``limit``; ValueError where the set is not complete."""
         found = list(self.documents())
         if len(found) != self.n_expected:
-            raise ValueError(
+            raise InputError(
                 f"task {self.name}: {len(found)} documents found, {self.n_expected} expected; the split is wrong or files are missing"
             )
         if len({example.key for example in found}) != len(found):
-            raise ValueError(f"task {self.name}: keys of documents repeat; results are joined by key")
+            raise InputError(f"task {self.name}: keys of documents repeat; results are joined by key")
         return found[:limit]
 
     @property
@@ -140,5 +141,5 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 def find(name: str, table: Mapping[str, Any]) -> Any:
     """The task of that name; ValueError naming the nearest one otherwise."""
     if name not in table:
-        raise ValueError(f"no task {name!r}{nearest(name, table)}; tasks are {', '.join(table)}")
+        raise InputError(f"no task {name!r}{nearest(name, table)}; tasks are {', '.join(table)}")
     return table[name]

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmkit.errors import InputError
+
 Template = str | Callable[[str], str]
 Encode = Callable[[dict[str, Tensor]], dict[str, Tensor]]  # a batch of one tower -> {"image_features"} or {"text_features"}
 
@@ -31,9 +33,9 @@ class ZeroShotTask:
 
     def __post_init__(self):
         if not self.names or not self.templates:
-            raise ValueError(f"task {self.name}: {len(self.names)} class names and {len(self.templates)} templates; both are needed")
+            raise InputError(f"task {self.name}: {len(self.names)} class names and {len(self.templates)} templates; both are needed")
         if bad := [t for t in self.templates if isinstance(t, str) and "{}" not in t and "{c}" not in t]:
-            raise ValueError(f"task {self.name}: template {bad[0]!r} has no place for the class name; write {{}} or {{c}}")
+            raise InputError(f"task {self.name}: template {bad[0]!r} has no place for the class name; write {{}} or {{c}}")
 
     def prompts(self, name: str) -> list[str]:
         """Every template filled with one class name."""
@@ -71,7 +73,7 @@ class Share:
         """The rows of all processes in the order of documents; ValueError unless there are exactly ``n``."""
         everything = {number: row for part in self.all_objects(rows) for number, row in part.items()}
         if len(everything) != n:
-            raise ValueError(f"{len(everything)} of {n} documents were scored")
+            raise InputError(f"{len(everything)} of {n} documents were scored")
         return [everything[number] for number in range(n)]
 
 
@@ -121,7 +123,7 @@ def evaluate(
 
 def _checked_count(name: str, n: int, expected: int | None, limit: int | None) -> int:
     if expected is not None and n != expected:
-        raise ValueError(f"task {name}: {n} documents found, {expected} expected; the split is wrong or files are missing")
+        raise InputError(f"task {name}: {n} documents found, {expected} expected; the split is wrong or files are missing")
     return n if limit is None else min(n, limit)
 
 

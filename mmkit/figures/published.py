@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.patches import Patch
 
+from mmkit.errors import InputError
 from mmkit.figures.drawn import Drawn, blank
 
 DATA = Path(__file__).resolve().parent / "data"
@@ -21,7 +22,7 @@ def table(name: str) -> pd.DataFrame:
     """A published table by file name; ValueError naming the tables there are."""
     path = DATA / f"{name}.csv"
     if not path.is_file():
-        raise ValueError(f"no published table {name!r}; there are {', '.join(sorted(p.stem for p in DATA.glob('*.csv')))}")
+        raise InputError(f"no published table {name!r}; there are {', '.join(sorted(p.stem for p in DATA.glob('*.csv')))}")
     return pd.read_csv(path, comment="#", dtype={"t_k": str})
 
 

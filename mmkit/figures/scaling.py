@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from mmkit.errors import InputError
 from mmkit.figures.drawn import Drawn, blank
 from mmkit.figures.published import source, table
 
@@ -36,7 +37,7 @@ def scaling_points(dataset: str = "imagenet1k") -> pd.DataFrame:
     rows = table("scaling_laws_zeroshot").query("downstream_dataset == @dataset").copy()
     if rows.empty:
         known = sorted(table("scaling_laws_zeroshot").downstream_dataset.unique())
-        raise ValueError(f"no scaling data for {dataset!r}; there is {', '.join(known)}")
+        raise InputError(f"no scaling data for {dataset!r}; there is {', '.join(known)}")
     score = rows.image_recall5 if rows.task.iloc[0] == "zeroshot_retrieval" else rows.acc1
     rows["error"] = 1 - score
     rows["family"] = np.where(rows.upstream_dataset == "CLIP-WIT", "OpenAI CLIP", "OpenCLIP")

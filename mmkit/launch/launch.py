@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from mmkit.config import BackendConfig, ConfigError, RunConfig, to_yaml
+from mmkit.errors import UserError
 from mmkit.storage import Store
 from mmkit.training.interrupt import Interrupt
 
@@ -37,7 +38,7 @@ POLL = 0.5  # seconds between looks at metrics.jsonl
 log = logging.getLogger(__name__)
 
 
-class LaunchError(RuntimeError):
+class LaunchError(UserError, RuntimeError):
     """A training process ended with an error that is not the user's; the message ends with its last lines."""
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from mmkit.config import ConfigError, RunConfig, Settings, changed, to_yaml
+from mmkit.errors import InputError
 from mmkit.launch.launch import follow
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
@@ -48,7 +49,7 @@ class SlurmConfig(Settings):
     @model_validator(mode="after")
     def _one_gpu_a_task(self):
         if self.gpus not in (0, self.tasks_per_node):
-            raise ValueError(
+            raise InputError(
                 f"gpus_per_node {self.gpus} and tasks_per_node {self.tasks_per_node} differ, but a task is one process on one GPU; "
                 "leave gpus_per_node out, or 0 for CPUs"
             )

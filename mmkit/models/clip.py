@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmkit.config import ClipConfig, ConfigError, nearest
+from mmkit.errors import InputError
 from mmkit.models import packs
 from mmkit.models.convert import files
 
@@ -41,7 +42,7 @@ class ClipModel(nn.Module):
         if mode == "loss" and hasattr(self.clip, "text_decoder"):
             return self.clip(batch["image"], batch["text"])
         if mode not in ("loss", "encode", "trunk"):
-            raise ValueError(f"ClipModel has no mode {mode!r}; modes are loss, encode, trunk")
+            raise InputError(f"ClipModel has no mode {mode!r}; modes are loss, encode, trunk")
         if mode == "trunk":
             return self._trunks(batch)
         out: dict[str, Tensor | None] = {}
@@ -89,12 +90,12 @@ class ClipModel(nn.Module):
 
     def _visual_head(self) -> nn.Module:
         if not hasattr(self.clip.visual, "trunk"):
-            raise ValueError(f"image tower {type(self.clip.visual).__name__} has no separate head; its features cannot be cached")
+            raise InputError(f"image tower {type(self.clip.visual).__name__} has no separate head; its features cannot be cached")
         return self.clip.visual.head
 
     def _text_head(self) -> nn.Module:
         if not hasattr(getattr(self.clip, "text", None), "pooler"):
-            raise ValueError("this text tower has no separate head; only Hugging Face text towers have, their features can be cached")
+            raise InputError("this text tower has no separate head; only Hugging Face text towers have, their features can be cached")
         return self.clip.text.proj
 
     def lock(self) -> None:
@@ -119,7 +120,7 @@ class ClipModel(nn.Module):
         dropout = getattr(self.clip.visual, "patch_dropout", None) or getattr(getattr(self.clip.visual, "trunk", None), "patch_drop", None)
         if not hasattr(dropout, "prob"):
             if share:
-                raise ValueError(f"the image tower was built without patch dropout and cannot drop {share}; set model.patch_dropout")
+                raise InputError(f"the image tower was built without patch dropout and cannot drop {share}; set model.patch_dropout")
             return
         dropout.prob = share
 
@@ -271,7 +272,7 @@ def _download(tag: dict[str, Any], weights: str) -> str:
     try:
         return open_clip.download_pretrained(tag)
     except Exception as error:  # hub, URL and disk errors of three libraries; the cause is kept
-        raise ValueError(
+        raise InputError(
             f"open_clip weights {weights!r} are neither cached nor reachable ({type(error).__name__}); "
             "give a local file"
         ) from error

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmkit.config import ConnectorConfig
+from mmkit.errors import InputError
 from mmkit.letterbox import visible_cells
 
 
@@ -231,7 +232,7 @@ class MlpConnector(nn.Module):
         super().__init__()
         depth = {"mlp": config.depth, "linear": 1, "identity": 0}[config.kind]
         if not depth and sum(widths) != d_language:
-            raise ValueError(
+            raise InputError(
                 f"connector.kind 'identity' needs encoder widths that sum to the language model's {d_language}, "
                 f"not {sum(widths)}; use 'linear'"
             )
@@ -300,12 +301,12 @@ def match_embeddings(connector: nn.Module, widths: Sequence[int], sides: Sequenc
 def check_features(features: Sequence[Tensor], widths: Sequence[int], sides: Sequence[int]) -> None:
     """ValueError where features (n, S*S, C) do not fit the encoders the connector was built for."""
     if len(features) != len(widths):
-        raise ValueError(f"{len(features)} feature grids for {len(widths)} encoders; give one grid an encoder, in the encoders' order")
+        raise InputError(f"{len(features)} feature grids for {len(widths)} encoders; give one grid an encoder, in the encoders' order")
     for index, (grid, width, side) in enumerate(zip(features, widths, sides)):
         if grid.shape[1] != side * side:
-            raise ValueError(
+            raise InputError(
                 f"encoder {index} gave {grid.shape[1]} tokens, the connector expects {side}x{side} = {side * side}; "
                 f"set encoders.{index}.side"
             )
         if grid.shape[2] != width:
-            raise ValueError(f"encoder {index} gave tokens of width {grid.shape[2]}, the connector expects {width}; check encoders.{index}")
+            raise InputError(f"encoder {index} gave tokens of width {grid.shape[2]}, the connector expects {width}; check encoders.{index}")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mmkit.config import ConfigError, EncoderConfig, nearest
+from mmkit.errors import InputError
 from mmkit.models import packs
 from mmkit.models.convert import files
 from mmkit.models.hollow import Reader
@@ -183,7 +184,7 @@ def to_map(tokens: Tensor) -> Tensor:
     n, count, width = tokens.shape
     side = math.isqrt(count)
     if side * side != count:
-        raise ValueError(f"encoder gave {count} tokens an image, which is no square grid; the nearest are {side**2} and {(side + 1) ** 2}")
+        raise InputError(f"encoder gave {count} tokens an image, which is no square grid; the nearest are {side**2} and {(side + 1) ** 2}")
     return tokens.transpose(1, 2).reshape(n, width, side, side)
 
 
@@ -220,7 +221,7 @@ def _bicubic(old: int, side: int, how: str) -> Tensor:
     elif how == "size":
         out = nn.functional.interpolate(impulses, size=(side, 1), mode="bicubic", align_corners=False)
     else:
-        raise ValueError(f"no position resize {how!r}; there are 'scale_factor' and 'size'")
+        raise InputError(f"no position resize {how!r}; there are 'scale_factor' and 'size'")
     return out[0, :, :, 0].T.contiguous()
 
 
@@ -376,13 +377,13 @@ def source_readers(encoder: Encoder, config: EncoderConfig) -> dict[str, Reader]
     found = {name: read for name, read in stored.items() if name in wanted}
     for name, read in found.items():
         if (shape := read().shape) != wanted[name]:
-            raise ValueError(
+            raise InputError(
                 f"encoder {config.name!r} from {source}: {name} has shape {tuple(shape)}, the model needs {tuple(wanted[name])}"
             )
     unexpected = sorted(set(stored) - set(wanted) - encoder.dropped)
     missing = sorted(name for name in set(wanted) - set(found) if not name.endswith("num_batches_tracked"))
     if missing or unexpected:
-        raise ValueError(
+        raise InputError(
             f"encoder {config.name!r} from {source}: missing {missing or 'nothing'}; unexpected {unexpected or 'nothing'}"
         )
     return {f"trunk.{name}": read for name, read in found.items()}

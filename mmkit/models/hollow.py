@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
+from mmkit.errors import InputError
+
 Reader = Callable[[], Tensor]
 DIGEST_STEP = 1 << 22  # values that are converted and hashed at a time
 
@@ -89,7 +91,7 @@ class Stored:
     def verify(self) -> None:
         """ValueError where an export refers to the tensor and it has changed since."""
         if self.digest and digest_of(self.read(), self._kind) != self.digest:
-            raise ValueError(f"{self.referred} is taken from {self.source}, which has changed since the export (sha256 differs)")
+            raise InputError(f"{self.referred} is taken from {self.source}, which has changed since the export (sha256 differs)")
 
     def checked(self) -> Tensor:
         """The tensor, verified, in the type an export refers to it."""

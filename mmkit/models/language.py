@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmkit.config import LanguageConfig, nearest
+from mmkit.errors import InputError
 from mmkit.models.convert import files
 from mmkit.models.hollow import Reader, same_tensor, without_memory
 
@@ -111,11 +112,11 @@ def hf_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
 
     fields = dict(architecture)
     if "model_type" not in fields:
-        raise ValueError("language.architecture has no model_type; add the transformers name, e.g. model_type: llama")
+        raise InputError("language.architecture has no model_type; add the transformers name, e.g. model_type: llama")
     for name in ("hidden_act", "hidden_activation", "activation_function"):
         value = fields.get(name)
         if value is not None and value not in ACT2FN:
-            raise ValueError(f"language.architecture.{name} {value!r} is not an activation of transformers{nearest(value, ACT2FN)}")
+            raise InputError(f"language.architecture.{name} {value!r} is not an activation of transformers{nearest(value, ACT2FN)}")
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
@@ -132,9 +133,9 @@ def _stored_config(folder: str, wanted: PretrainedConfig) -> PretrainedConfig:
     for name in ("model_type", *SIZES):
         here, there = getattr(wanted, name, None), getattr(stored, name, None)
         if here != there:
-            raise ValueError(f"language.architecture.{name} is {here}, the weights in {folder} have {there}; set it to {there}")
+            raise InputError(f"language.architecture.{name} is {here}, the weights in {folder} have {there}; set it to {there}")
     if wanted.vocab_size < stored.vocab_size:
-        raise ValueError(
+        raise InputError(
             f"language.architecture.vocab_size {wanted.vocab_size} is smaller than the {stored.vocab_size} of the weights in {folder}; "
             f"use at least {stored.vocab_size}"
         )
@@ -151,7 +152,7 @@ def _from_weights(folder: str, wanted: PretrainedConfig) -> PreTrainedModel:
         folder, config=wanted, attn_implementation=attention(wanted), dtype=torch.float32, output_loading_info=True
     )
     if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"weights in {folder} lack {len(missing)} tensors: {', '.join(missing[:8])}")
+        raise InputError(f"weights in {folder} lack {len(missing)} tensors: {', '.join(missing[:8])}")
     if vocabulary > stored.vocab_size:
         grow_vocabulary(language, vocabulary)
     return language
@@ -173,7 +174,7 @@ def decoder_layers(language: PreTrainedModel) -> nn.ModuleList:
     for module in language.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise ValueError(f"no list of {count} decoder layers found in {type(language).__name__}")
+    raise InputError(f"no list of {count} decoder layers found in {type(language).__name__}")
 
 
 def text_config(language: PreTrainedModel) -> PretrainedConfig:
@@ -196,7 +197,7 @@ def attention_masks(language: PreTrainedModel, query: Places, key: Places, dtype
     full = visible(query, key)[:, None]
     kinds = set(getattr(config, "layer_types", None) or ())
     if unknown := kinds - {"full_attention", "sliding_attention"}:
-        raise ValueError(
+        raise InputError(
             f"language model {config.model_type!r} has layers of type {min(unknown)!r}; only attention layers can be packed and padded"
         )
     window = getattr(config, "sliding_window", None)

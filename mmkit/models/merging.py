@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmkit.errors import InputError
+
 log = logging.getLogger(__name__)
 
 LOSS_LIMIT = 0.05  # more rounding than this share of a layer's adapter is refused
@@ -51,7 +53,7 @@ class Merging:
         name = str(kind).removeprefix("torch.")
         report = f"{len(self.losses)} layers merged into {name}: {self.losses[worst]:.2%} of the adapter lost at worst ({worst})"
         if self._half and self.losses[worst] > self.limit:
-            raise ValueError(
+            raise InputError(
                 f"{self.source}: {report}; above the limit of {self.limit:.0%}: take dtype float32, keep the adapter apart (merge=False), "
                 "or raise loss_limit of from_pretrained"
             )

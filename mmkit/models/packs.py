@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmkit.cache import atomic_folder, cache_root
+from mmkit.errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -74,20 +75,20 @@ TEMPLATE_TOKENS = (
 def pack_path(name: str) -> Path:
     """The file or folder of pack ``name`` inside its installed package; ValueError with the pip command where it is missing."""
     if name not in PACKS:
-        raise ValueError(f"no weight pack {name!r}; packs are {', '.join(PACKS)}")
+        raise InputError(f"no weight pack {name!r}; packs are {', '.join(PACKS)}")
     pack = PACKS[name]
     spec = importlib.util.find_spec(pack.module)
     folders = list(spec.submodule_search_locations or ()) if spec else []
     path = Path(folders[0]) / pack.path if folders else None
     if path is None or not path.exists():
-        raise ValueError(f"weight pack {name!r} ({pack.content}) is not installed; run: {pack.install}")
+        raise InputError(f"weight pack {name!r} ({pack.content}) is not installed; run: {pack.install}")
     return path
 
 
 def language_folder(name: str) -> Path:
     """Folder in Hugging Face layout (config, safetensors, tokenizer) of the language-model pack ``name``; made once in the cache."""
     if name != "smollm2":
-        raise ValueError(f"no language-model pack {name!r}; the one there is: smollm2")
+        raise InputError(f"no language-model pack {name!r}; the one there is: smollm2")
     source = pack_path(name)
     folder = cache_root() / "packs" / name
     if not (folder / "model.safetensors").is_file():
@@ -106,7 +107,7 @@ def _write_from_gguf(source: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     except ImportError as error:
-        raise ValueError(f"reading {source.name} needs the package gguf ({error}); run: {PACKS['smollm2'].install}") from None
+        raise InputError(f"reading {source.name} needs the package gguf ({error}); run: {PACKS['smollm2'].install}") from None
     # The tensors are plain fp32 after loading; these marks would make save_pretrained and peft refuse them.
     for mark in ("hf_quantizer", "is_quantized", "quantization_method"):
         if hasattr(model, mark):
@@ -120,7 +121,7 @@ def _write_from_gguf(source: Path, folder: Path) -> None:
 def text_folder(name: str) -> Path:
     """Folder in Hugging Face layout of the text-encoder pack ``name``."""
     if name != "minilm":
-        raise ValueError(f"no text-encoder pack {name!r}; the one there is: minilm")
+        raise InputError(f"no text-encoder pack {name!r}; the one there is: minilm")
     return pack_path(name)
 
 
@@ -133,7 +134,7 @@ def encoder_state(name: str) -> dict[str, torch.Tensor]:
 
     timm_names = {"lite0": "tf_efficientnet_lite0", "mobilenet": "mobilenetv2_100"}
     if name not in timm_names:
-        raise ValueError(f"no image-encoder pack {name!r}; packs are {', '.join(timm_names)}")
+        raise InputError(f"no image-encoder pack {name!r}; packs are {', '.join(timm_names)}")
     stored = torch.load(pack_path(name), map_location="cpu", weights_only=True)
     if name == "mobilenet":
         _check_torchvision(stored)
@@ -159,11 +160,11 @@ def _timm_shapes(name: str) -> dict[str, tuple[int, ...]]:
 def in_order(stored: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]], source: str) -> dict[str, torch.Tensor]:
     """``stored`` under the names of ``shapes``, tensor by tensor in order; ValueError where count or a shape differs."""
     if len(stored) != len(shapes):
-        raise ValueError(f"{source} holds {len(stored)} tensors, the model has {len(shapes)}")
+        raise InputError(f"{source} holds {len(stored)} tensors, the model has {len(shapes)}")
     out = {}
     for (old, tensor), (new, shape) in zip(stored.items(), shapes.items(), strict=True):
         if tuple(tensor.shape) != shape:
-            raise ValueError(f"{source}: {old} has shape {tuple(tensor.shape)}, {new} needs {shape}")
+            raise InputError(f"{source}: {old} has shape {tuple(tensor.shape)}, {new} needs {shape}")
         out[new] = tensor
     return out
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from mmkit.cache import atomic_folder
 from mmkit.config import ClipConfig, ConfigError, ModelConfig, VlmConfig
+from mmkit.errors import InputError
 from mmkit.models.build import build, build_hollow, unit_readers, units_of
 from mmkit.models.convert import files, llava
 from mmkit.models.hollow import SkipInit, Stored, base_name, digest_of, same_tensor, without_memory
@@ -106,7 +107,7 @@ def _stored(stream: Iterable[tuple[str, Tensor]], sources: dict[str, _Source], r
             entry = references.setdefault(unit, {"source": sources[unit].source, "tensors": {}})
             entry["tensors"][name] = digest
         elif quantised:
-            raise ValueError(
+            raise InputError(
                 f"{name} is quantised and its unquantised source cannot be read; make the source reachable or train with bits: "
                 "16"
             )
@@ -171,7 +172,7 @@ def _check_files(work: Path, written: list[str]) -> None:
     for name, tensor in files.tensors(work) if written else ():
         found[name] = tensor.numel() > 0 and (not tensor.is_floating_point() or bool(torch.isfinite(tensor).all()))
     if broken := sorted(set(written) - {name for name, good in found.items() if good}):
-        raise ValueError(f"export is not written: {len(broken)} tensors are missing, empty or not finite: {', '.join(broken)}")
+        raise InputError(f"export is not written: {len(broken)} tensors are missing, empty or not finite: {', '.join(broken)}")
 
 
 # ---------------------------------------------------------------- adapters
@@ -199,7 +200,7 @@ def lora_config(stored: dict[str, Any], source: str):
     version = stored.get("peft_version")
     unknown = {key: value for key, value in stored.items() if key not in known}
     if active := {key: value for key, value in unknown.items() if value not in (None, False, "", [], {}) and key != "peft_version"}:
-        raise ValueError(
+        raise InputError(
             f"{source}: adapter settings {active} are unknown to peft {peft.__version__} "
             f"(written by peft {version or 'of unknown version'}); install that version or a newer one"
         )
@@ -218,11 +219,11 @@ def _inject_adapter(model: nn.Module, folder: Path) -> None:
     left = set(wanted)
     for name, tensor in stream:
         if name not in wanted or wanted[name].shape != tensor.shape:
-            raise ValueError(f"{folder}: adapter tensor {name} of shape {tuple(tensor.shape)} has no place in the model")
+            raise InputError(f"{folder}: adapter tensor {name} of shape {tuple(tensor.shape)} has no place in the model")
         wanted[name].copy_(tensor)
         left.discard(name)
     if left:
-        raise ValueError(f"{folder}: adapter tensors are missing: {', '.join(sorted(left))}")
+        raise InputError(f"{folder}: adapter tensors are missing: {', '.join(sorted(left))}")
 
 
 def _injected_name(name: str) -> str:
@@ -297,7 +298,7 @@ def stored_tensors(
     for unit, entry in content["references"].items():
         there = _unit_stored(unit, entry["source"], config)
         if left := set(entry["tensors"]) - set(there):
-            raise ValueError(f"{folder}: {entry['source']} no longer holds {', '.join(sorted(left))}")
+            raise InputError(f"{folder}: {entry['source']} no longer holds {', '.join(sorted(left))}")
         for name, digest in entry["tensors"].items():
             found[name] = dataclasses.replace(there[name], digest=digest, referred=f"{folder}: {name}")
     return found | _merged(found, folder, dtype, limit) if merge and (folder / "adapter").is_dir() else found
@@ -307,7 +308,7 @@ def _merged(found: dict[str, Stored], folder: Path, dtype: torch.dtype, limit: f
     """The adapted weights of an export with its adapter in them; each is computed when it is read."""
     halves = llava.adapter_halves(folder / "adapter")
     if left := sorted(layer for layer in halves if f"{layer}.weight" not in found):
-        raise ValueError(f"{folder}: {len(left)} adapted layers have no weight in the base: {', '.join(left)}")
+        raise InputError(f"{folder}: {len(left)} adapted layers have no weight in the base: {', '.join(left)}")
     merging = Merging(halves, llava.adapter_config(folder / "adapter"), str(folder), dtype, limit)
 
     def read(layer: str) -> Tensor:
@@ -354,7 +355,7 @@ def _for_all_names(model: nn.Module, stored: dict[str, Stored], source: str) -> 
         out |= dict.fromkeys(names, found[0]) if found else {}
     problems += [f"unexpected {name}" for name in stored if name not in out]
     if problems:
-        raise ValueError(f"{source} does not fit the model: {len(problems)} tensors: " + "; ".join(problems))
+        raise InputError(f"{source} does not fit the model: {len(problems)} tensors: " + "; ".join(problems))
     return out
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmkit.config import RegionConfig
+from mmkit.errors import InputError
 
 
 def read_points(features: Tensor, points: Tensor, image: Tensor, side: int, transposed: bool) -> Tensor:
@@ -107,7 +108,7 @@ class GeoRegionSampler(nn.Module):
     def __init__(self, config: RegionConfig, width: int, side: int, d_language: int):
         super().__init__()
         if len(config.n_sub_points) != len(config.n_neighbors):
-            raise ValueError(f"regions.n_sub_points {config.n_sub_points} and n_neighbors {config.n_neighbors} must have one entry a stage")
+            raise InputError(f"regions.n_sub_points {config.n_sub_points} and n_neighbors {config.n_neighbors} must have one entry a stage")
         self.side, self.transposed = side, config.transposed
         self.stages = nn.ModuleList(
             SamplerStage(width, kept, near, config.pool) for kept, near in zip(config.n_sub_points, config.n_neighbors, strict=True)
@@ -143,6 +144,6 @@ class MeanRegionSampler(nn.Module):
 def build_regions(config: RegionConfig, widths: Sequence[int], sides: Sequence[int], d_language: int) -> nn.Module:
     """The region sampler of ``config``, reading the unprojected grid of encoder ``config.encoder``."""
     if not 0 <= config.encoder < len(widths):
-        raise ValueError(f"regions.encoder {config.encoder} but there are {len(widths)} encoders; use 0 to {len(widths) - 1}")
+        raise InputError(f"regions.encoder {config.encoder} but there are {len(widths)} encoders; use 0 to {len(widths) - 1}")
     kind = GeoRegionSampler if config.kind == "geo" else MeanRegionSampler
     return kind(config, widths[config.encoder], sides[config.encoder], d_language)

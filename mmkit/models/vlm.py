@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mmkit.config import IMAGE_TOKEN_INDEX, REGION_TOKEN_INDEX, VlmConfig
+from mmkit.errors import InputError
 from mmkit.letterbox import visible_slots
 from mmkit.models.connectors import TokenSampler, VisionMemory, build_connector, check_features, each_cell, match_embeddings
 from mmkit.models.encoders import BLOCKS as ENCODER_BLOCKS
@@ -143,7 +144,7 @@ class VisionLanguageModel(nn.Module):
         """Per encoder (n, 3, h, w) -> (n, side*side, C); without a graph where the encoder is frozen."""
         if len(images) != len(self.encoders):
             wanted = len(self.encoders)
-            raise ValueError(f"{len(images)} image tensors for {wanted} encoders; give images.0 to images.{wanted - 1}")
+            raise InputError(f"{len(images)} image tensors for {wanted} encoders; give images.0 to images.{wanted - 1}")
         out = []
         for encoder, pixels in zip(self.encoders, images, strict=True):
             trained = any(parameter.requires_grad for parameter in encoder.parameters())
@@ -161,7 +162,7 @@ class VisionLanguageModel(nn.Module):
         config = self.config.regions
         wanted = "region_starts" if config.kind == "geo" else "region_point_real"
         if missing := [name for name in ("region_points", "region_image", "region_real", wanted) if name not in batch]:
-            raise ValueError(f"the model has regions but the batch has no {', '.join(missing)}; set data.max_regions to at least 1")
+            raise InputError(f"the model has regions but the batch has no {', '.join(missing)}; set data.max_regions to at least 1")
         grid = features[config.encoder].unflatten(0, batch["image_real"].shape).flatten(1, 2)  # (B, I*side*side, C)
         tokens = self.regions(grid, batch["region_points"], batch["region_image"], batch[wanted])
         places = match(batch["input_ids"] == REGION_TOKEN_INDEX, batch["region_real"].bool())
@@ -222,7 +223,7 @@ def check_batch(config: VlmConfig, batch: Mapping[str, Tensor]) -> None:
 def _same_counts(found: Tensor, needed: Tensor, what: str, why: str) -> None:
     for row, (f, n) in enumerate(zip(found.tolist(), needed.tolist(), strict=True)):
         if f != n:
-            raise ValueError(f"row {row} has {f} {what}, {why} {n}; crop_padding and grid must be those the batch was made with")
+            raise InputError(f"row {row} has {f} {what}, {why} {n}; crop_padding and grid must be those the batch was made with")
 
 
 def _count(batch: Mapping[str, Tensor], stem: str) -> int:
@@ -231,15 +232,15 @@ def _count(batch: Mapping[str, Tensor], stem: str) -> int:
 
 def _check_parts(config: VlmConfig, language: PreTrainedModel, encoders: Sequence[nn.Module]) -> None:
     if len(encoders) != len(config.encoders):
-        raise ValueError(f"config.encoders lists {len(config.encoders)} encoders, {len(encoders)} were given")
+        raise InputError(f"config.encoders lists {len(config.encoders)} encoders, {len(encoders)} were given")
     for index, (encoder, wanted) in enumerate(zip(encoders, config.encoders)):
         if encoder.side != wanted.side:
             side = encoder.side
-            raise ValueError(f"encoder {index} ({wanted.name}) has a {side}x{side} grid, the config says side {wanted.side}")
+            raise InputError(f"encoder {index} ({wanted.name}) has a {side}x{side} grid, the config says side {wanted.side}")
     layers = text_config(language).num_hidden_layers
     samplers = config.samplers
     if samplers and (last := samplers.start + (samplers.count - 1) * samplers.stride) >= layers:
-        raise ValueError(
+        raise InputError(
             f"the last in-LLM sampler would follow layer {last}, the language model has layers 0 to {layers - 1}; use fewer samplers"
         )
 

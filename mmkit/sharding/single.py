@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmkit.config import BackendConfig, ConfigError, Precision, TrainConfig
+from mmkit.errors import InputError
 from mmkit.sharding import moments
 from mmkit.sharding.backend import MOMENTS, Backend, Entry, Factory, Rules, autocast, named, plain_name
 from mmkit.sharding.machine import this_machine
@@ -107,7 +108,7 @@ class SingleBackend(Backend):
         now = {name for name, p in self.parameters().items() if p.requires_grad}
         if changed := now ^ self._trained:
             name = min(changed)
-            raise ValueError(
+            raise InputError(
                 f"requires_grad of {name} became {name in now} after prepare(); freeze or unfreeze before it, where the optimizer "
                 f"and the shards are made ({len(changed)} parameters changed)"
             )
@@ -267,7 +268,7 @@ def check_shapes(name: str, entry: Entry, parameter: Tensor) -> None:
     """ValueError where a saved tensor does not fit the parameter."""
     for key in ("param", *MOMENTS):
         if tuple(entry[key].shape) != tuple(parameter.shape):
-            raise ValueError(f"saved {key} of {name} has shape {tuple(entry[key].shape)}, the model's is {tuple(parameter.shape)}")
+            raise InputError(f"saved {key} of {name} has shape {tuple(entry[key].shape)}, the model's is {tuple(parameter.shape)}")
 
 
 def persistent_buffers(module: nn.Module, prefix: str) -> dict[str, Tensor]:

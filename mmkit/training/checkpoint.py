@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from mmkit.config import CheckpointConfig
+from mmkit.errors import InputError
 from mmkit.storage import Store
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ COMPLETE = re.compile(r"step-\d{8}")
 POLL_SECONDS = 0.05
 
 
-class CheckpointError(ValueError):
+class CheckpointError(InputError):
     """A checkpoint could not be written or must not be loaded; the message names the file or tensor and what to do."""
 
 

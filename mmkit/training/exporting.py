@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from mmkit.errors import InputError
 from mmkit.models.hollow import base_name, digest_of
 from mmkit.storage import Store
 from mmkit.training.assemble import TrainState
@@ -75,10 +76,10 @@ def check_written(folder: Path, trained: dict[str, str], state: TrainState) -> N
     wrong = [name for name, digest in trained.items() if found.get(name) != digest]
     if wrong:
         count = f"{len(wrong)} of {len(trained)}"
-        raise ValueError(f"export {folder} does not hold what was trained: {count} tensors differ, first {wrong[0]!r}")
+        raise InputError(f"export {folder} does not hold what was trained: {count} tensors differ, first {wrong[0]!r}")
     moved = state.step > int(state.backend.n_skipped) and bool(state.started_with)
     if moved and all(state.started_with.get(name) == digest for name, digest in trained.items()):
-        raise ValueError(f"export {folder} equals what training started from in all trained tensors: {state.step} steps changed nothing")
+        raise InputError(f"export {folder} equals what training started from in all trained tensors: {state.step} steps changed nothing")
 
 
 def _trained_name(stored: str, trained: dict[str, str]) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mmkit.config import ConfigError
+from mmkit.errors import InputError
 from mmkit.training.optim import Components, compiled, component_of
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def check(reached: Mapping[str, bool], allowed: Iterable[str] = ()) -> None:
     ]
     if idle:
         shown = ", ".join(idle[:5]) + (", ..." if len(idle) > 5 else "")
-        raise ValueError(
+        raise InputError(
             f"{len(idle)} of {len(reached)} trained tensors got no gradient in the first step: {shown}. They would never change. Leave "
             "their component out of train.trainable, or name them in train.allow_no_grad if that is meant"
         )

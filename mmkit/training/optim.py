@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from mmkit.config import ConfigError, OptimizerConfig
+from mmkit.errors import InputError
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def component_of(name: str, components: Components) -> str:
     for pattern, component in components:
         if re.match(pattern, name):
             return component
-    raise ValueError(f"parameter {name!r} fits no pattern of the model's COMPONENTS table; add one for it")
+    raise InputError(f"parameter {name!r} fits no pattern of the model's COMPONENTS table; add one for it")
 
 
 def compiled(setting: str, pattern: str) -> re.Pattern[str]:
@@ -89,10 +90,10 @@ def groups_of(named: Mapping[str, nn.Parameter], decays: set[str], components: C
         group = groups.setdefault((component, bool(decay), limits), made)
         group.parameters[name] = parameter
     if not groups:
-        raise ValueError("nothing is trainable: name components in train.trainable or adapters in train.lora")
+        raise InputError("nothing is trainable: name components in train.trainable or adapters in train.lora")
     present = sorted({group.component for group in groups.values()})
     if idle := sorted(set(config.lr_of) - set(present)):
-        raise ValueError(f"train.optimizer.lr_of names {idle[0]!r}, which has no trainable parameter; trained are {', '.join(present)}")
+        raise InputError(f"train.optimizer.lr_of names {idle[0]!r}, which has no trainable parameter; trained are {', '.join(present)}")
     return list(groups.values())
 
 
@@ -102,7 +103,7 @@ def check_groups(groups: Iterable[Group], named: Mapping[str, nn.Parameter]) -> 
     wrong = {name: count[id(parameter)] for name, parameter in named.items() if count[id(parameter)] != 1}
     if wrong:
         name, times = next(iter(wrong.items()))
-        raise ValueError(f"{len(wrong)} trainable parameters are not in exactly one group: {name} is in {times}")
+        raise InputError(f"{len(wrong)} trainable parameters are not in exactly one group: {name} is in {times}")
 
 
 def table(groups: Iterable[Group]) -> list[dict]:
@@ -146,7 +147,7 @@ def adamw(groups: Sequence[Group], config: OptimizerConfig) -> torch.optim.Optim
     for group in groups:
         for name, parameter in group.parameters.items():
             if parameter.dtype not in (torch.float32, torch.float64):
-                raise ValueError(
+                raise InputError(
                     f"trainable parameter {name} is {str(parameter.dtype).removeprefix('torch.')}: the optimizer needs fp32 "
                     "weights; keep them in fp32 and let train.precision choose the arithmetic"
                 )
@@ -180,5 +181,5 @@ def _adamw_8bit(groups: list[dict], settings: dict) -> torch.optim.Optimizer:
     try:
         import bitsandbytes
     except ImportError as error:
-        raise ValueError(f"optimizer kind 'adamw_8bit' needs bitsandbytes ({error}); install it or use 'adamw'") from error
+        raise InputError(f"optimizer kind 'adamw_8bit' needs bitsandbytes ({error}); install it or use 'adamw'") from error
     return bitsandbytes.optim.AdamW8bit(groups, **settings)

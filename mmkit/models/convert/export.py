@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mmkit.cache import atomic_folder
 from mmkit.config import VlmConfig
+from mmkit.errors import InputError
 from mmkit.models.convert import files, names, openclip
 from mmkit.models.convert.config import original_config
 
@@ -26,10 +27,10 @@ def write(model: nn.Module, folder: str | Path, kind: str, tokenizer=None) -> Pa
     as in the originals; trained ones, and those without a source, are. ``tokenizer`` is saved with the others where it is given.
     """
     if kind not in WRITERS:
-        raise ValueError(f"no published form {kind!r}; forms are {', '.join(WRITERS)}")
+        raise InputError(f"no published form {kind!r}; forms are {', '.join(WRITERS)}")
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not empty; name a new folder")
+        raise InputError(f"{folder} exists and is not empty; name a new folder")
     with atomic_folder(folder) as work:
         if kind == "openclip":
             from mmkit.models.clip import resolved

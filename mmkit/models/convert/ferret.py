@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mmkit.errors import InputError
 from mmkit.models.convert.files import Lookup
 
 NORM = "model.norm.weight"
@@ -24,7 +25,7 @@ def apply_delta(delta: Iterable[tuple[str, Tensor]], base: Path) -> Iterator[tup
         left.discard(name)
         yield name, _sum(name, tensor, lookup[name]) if name in lookup else tensor
     if left:
-        raise ValueError(f"the delta lacks {len(left)} tensors of the base {base}: {', '.join(sorted(left))}")
+        raise InputError(f"the delta lacks {len(left)} tensors of the base {base}: {', '.join(sorted(left))}")
 
 
 def _sum(name: str, delta: Tensor, base: Tensor) -> Tensor:
@@ -32,7 +33,7 @@ def _sum(name: str, delta: Tensor, base: Tensor) -> Tensor:
         return (delta.float() + base.float()).to(delta.dtype)
     grown = name.endswith(("embed_tokens.weight", "lm_head.weight"))
     if not grown or delta.shape[1:] != base.shape[1:] or delta.shape[0] < base.shape[0]:
-        raise ValueError(f"{name}: the delta has shape {tuple(delta.shape)}, the base {tuple(base.shape)}")
+        raise InputError(f"{name}: the delta has shape {tuple(delta.shape)}, the base {tuple(base.shape)}")
     whole = delta.clone()
     whole[: base.shape[0]] = (delta[: base.shape[0]].float() + base.float()).to(delta.dtype)
     return whole
@@ -41,7 +42,7 @@ def _sum(name: str, delta: Tensor, base: Tensor) -> Tensor:
 def check_not_delta(tensors: Lookup, path: Path) -> None:
     """ValueError where the final norm is about zero: a difference taken for weights gives fluent nonsense, not an error."""
     if NORM in tensors and tensors[NORM].float().abs().mean() < 0.01:
-        raise ValueError(
+        raise InputError(
             f"{path} holds a difference to a base model ({NORM} is about 0); "
             "give the base (Vicuna v1.3 of the same size) as base"
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from mmkit.errors import InputError
 from mmkit.models.hollow import Reader
 from mmkit.storage import fetched, is_remote
 
@@ -32,7 +33,7 @@ def locate(source: str) -> Path:
     if path.exists():
         return path
     if source.count("/") != 1 or source.startswith((".", "/", "~")):
-        raise ValueError(f"no file or folder {source!r}, and it is not a hub repository (owner/name)")
+        raise InputError(f"no file or folder {source!r}, and it is not a hub repository (owner/name)")
     return _from_hub(source)
 
 
@@ -45,7 +46,7 @@ def _from_hub(repository: str) -> Path:
         if not list(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(repository, allow_patterns=[*small, "*.bin", "*.pt", "*.pth"]))
     except Exception as error:  # the hub client raises a dozen unrelated classes; the cause is kept
-        raise ValueError(
+        raise InputError(
             f"hub repository {repository!r} is neither in the hub cache nor reachable ({type(error).__name__}); "
             "download it where there is a network and give the folder as weights"
         ) from error
@@ -57,21 +58,21 @@ def weight_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise ValueError(f"no file or folder {path}")
+        raise InputError(f"no file or folder {path}")
     for pattern in ("*.safetensors.index.json", "*.bin.index.json"):
         for index in sorted(path.glob(pattern)):
             return _indexed(index)
     found = sorted(path.glob("*.safetensors")) or sorted(p for p in path.iterdir() if p.suffix in PICKLED)
     found = [file for file in found if not file.name.startswith(NOT_WEIGHTS)]
     if not found:
-        raise ValueError(f"no weight files (*.safetensors, {', '.join('*' + end for end in PICKLED)}) in {path}")
+        raise InputError(f"no weight files (*.safetensors, {', '.join('*' + end for end in PICKLED)}) in {path}")
     return found
 
 
 def _indexed(index: Path) -> list[Path]:
     names = sorted(set(json.loads(index.read_text(encoding="utf8"))["weight_map"].values()))
     if missing := [name for name in names if not (index.parent / name).is_file()]:
-        raise ValueError(f"{index} lists {len(names)} weight files; missing: {', '.join(missing)}")
+        raise InputError(f"{index} lists {len(names)} weight files; missing: {', '.join(missing)}")
     return [index.parent / name for name in names]
 
 
@@ -94,7 +95,7 @@ def _header(file: Path) -> list[str]:
         with safe_open(file, "pt") as handle:
             return list(handle.keys())
     except SafetensorError as error:
-        raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
+        raise InputError(f"{file} is not a whole safetensors file: {error}") from None
 
 
 class Lookup:
@@ -166,12 +167,12 @@ def pickled(file: Path) -> dict[str, torch.Tensor]:
     except RuntimeError:  # files of torch < 1.6 are no zip archives and cannot be mapped
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling raises whatever the broken stream leads to
-        raise ValueError(f"{file} cannot be read as a file of tensors: {error}") from error
+        raise InputError(f"{file} cannot be read as a file of tensors: {error}") from error
     for key in ("state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     if not isinstance(content, dict) or not content:
-        raise ValueError(f"{file} holds a {type(content).__name__}, not a dict of tensors")
+        raise InputError(f"{file} holds a {type(content).__name__}, not a dict of tensors")
     return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
 
 
@@ -203,7 +204,7 @@ def fill(
             found |= partners[name]
     problems = [f"missing {name}" for name in state if name not in found and not optional(name)] + problems
     if problems:
-        raise ValueError(f"{source} does not fit the model: {len(problems)} tensors: " + "; ".join(problems))
+        raise InputError(f"{source} does not fit the model: {len(problems)} tensors: " + "; ".join(problems))
 
 
 def write(stream: Iterable[tuple[str, torch.Tensor]], folder: Path, stem: str = "model") -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmkit.errors import InputError
 from mmkit.models.convert import files
 from mmkit.models.merging import Merging
 
@@ -26,10 +27,10 @@ def adapter_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json of a peft folder; ValueError for kinds whose merge is not that of `models.merging`."""
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf8"))
     if config.get("peft_type", "LORA") != "LORA":
-        raise ValueError(f"{folder}: adapter of type {config['peft_type']!r}; only LORA is read")
+        raise InputError(f"{folder}: adapter of type {config['peft_type']!r}; only LORA is read")
     for name in ("alpha_pattern", "modules_to_save"):
         if config.get(name):
-            raise ValueError(
+            raise InputError(
                 f"{folder}: adapter_config.json has {name} = {config[name]!r}, which cannot be merged here; "
                 "merge it with peft first"
             )
@@ -41,17 +42,17 @@ def adapter_halves(folder: Path) -> dict[str, dict[str, Tensor]]:
     kind or a part alone."""
     file = next((folder / name for name in ADAPTER_FILES if (folder / name).is_file()), None)
     if file is None:
-        raise ValueError(f"{folder} has none of {', '.join(ADAPTER_FILES)}")
+        raise InputError(f"{folder} has none of {', '.join(ADAPTER_FILES)}")
     parts = {"A", "B", "magnitude"} if adapter_config(folder).get("use_dora") else {"A", "B"}
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in files.tensors(file):
         match = _LORA.match(name)
         if not match or match["part"] not in parts:
-            raise ValueError(f"{file}: {name} is no {'DoRA' if len(parts) > 2 else 'LoRA'} weight")
+            raise InputError(f"{file}: {name} is no {'DoRA' if len(parts) > 2 else 'LoRA'} weight")
         halves.setdefault(match["layer"], {})[match["part"]] = tensor
     whole = {layer for layer, found in halves.items() if set(found) == parts and all(part.numel() for part in found.values())}
     if broken := sorted(set(halves) - whole):
-        raise ValueError(
+        raise InputError(
             f"{file}: {len(broken)} layers lack a half or have an empty one (a ZeRO-3 save without gathering?): "
             f"{', '.join(broken)}"
         )
@@ -74,5 +75,5 @@ def merged(folder: Path, base: Path, dtype: torch.dtype | None = None) -> Iterat
         yield name, merging.fold(layer, tensor) if layer in left else tensor
         left.discard(layer)
     if left:
-        raise ValueError(f"{folder}: {len(left)} adapted layers have no weight in the base: {', '.join(sorted(left))}")
+        raise InputError(f"{folder}: {len(left)} adapted layers have no weight in the base: {', '.join(sorted(left))}")
     yield from others.items()

@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import TypeVar
 
+from mmkit.errors import InputError
+
 Value = TypeVar("Value")
 
 # (original pattern, our pattern); {n} stands for a number, rules are tried in order and the first that matches counts
@@ -88,7 +90,7 @@ def original(name: str, linear: bool = False, mean: bool = False) -> str:
             continue
         if (renamed := _swap(name, here, there)) is not None:
             return _sampler_part(renamed, 1, 0) if "layers" in there else renamed
-    raise ValueError(f"tensor {name!r} has no name in the published format")
+    raise InputError(f"tensor {name!r} has no name in the published format")
 
 
 def sampler_ours(name: str) -> str:
@@ -101,7 +103,7 @@ def rename(state: Mapping[str, Value], to=ours) -> dict[str, Value]:
     out: dict[str, Value] = {}
     for name, value in state.items():
         if to(name) in out:
-            raise ValueError(f"two tensors would be named {to(name)!r}; the second is {name!r}")
+            raise InputError(f"two tensors would be named {to(name)!r}; the second is {name!r}")
         out[to(name)] = value
     return out
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from mmkit.errors import InputError
 from mmkit.models.convert import files
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def config_of(folder: Path) -> ClipConfig:
 
     path = Path(folder) / CONFIG_FILE
     if not path.is_file():
-        raise ValueError(
+        raise InputError(
             f"{folder} has no {CONFIG_FILE}, so its architecture is unknown; name it (base=NAME of open_clip, "
             "or a JSON config)"
         )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mmkit.config import ClipConfig, EncoderConfig, ModelConfig, VlmConfig
+from mmkit.errors import InputError
 from mmkit.models.build import SkipInit, build
 from mmkit.models.convert import cambrian, ferret, files, llava, names, openclip
 from mmkit.models.convert.config import system_of, vlm_config
@@ -45,7 +46,7 @@ def kind_of(path: Path) -> str:
             return "projector"
         if (path / "config.json").is_file():
             return "full"
-        raise ValueError(
+        raise InputError(
             f"{path} is no published checkpoint: it has no config.json, {openclip.CONFIG_FILE}, "
             "adapter_config.json or rank files"
         )
@@ -54,7 +55,7 @@ def kind_of(path: Path) -> str:
         return "openclip"
     if any(names.PART.match(name) for name in found) and not any(".self_attn." in name for name in found):
         return "projector"
-    raise ValueError(f"{path} holds neither an OpenCLIP model nor a connector; first tensors: {', '.join(found[:4])}")
+    raise InputError(f"{path} holds neither an OpenCLIP model nor a connector; first tensors: {', '.join(found[:4])}")
 
 
 def read(
@@ -74,7 +75,7 @@ def read(
     path = files.locate(str(path))
     kind = kind or ("delta" if base and kind_of(path) == "full" else kind_of(path))
     if kind not in KINDS:
-        raise ValueError(f"no checkpoint kind {kind!r}; kinds are {', '.join(KINDS)}")
+        raise InputError(f"no checkpoint kind {kind!r}; kinds are {', '.join(KINDS)}")
     if kind == "openclip":
         return _clip_config(path, base), openclip.tensors(path)
     original = _original(path)
@@ -85,7 +86,7 @@ def read(
 def _original(path: Path) -> dict[str, Any]:
     folder = path if path.is_dir() else path.parent
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json, so the model's shape is unknown; put the release's config.json beside {path.name}")
+        raise InputError(f"{folder} has no config.json, so the model's shape is unknown; put the release's config.json beside {path.name}")
     return json.loads((folder / "config.json").read_text(encoding="utf8"))
 
 
@@ -102,7 +103,7 @@ def _clip_config(path: Path, base: str | Path | ClipConfig | None) -> ClipConfig
 def _streams(kind: str, path: Path, base: Path | None, original: Mapping[str, Any], dtype: torch.dtype | None) -> Stream:
     """(original name, tensor) of a checkpoint of the language-model systems."""
     if kind in ("delta", "lora") and base is None:
-        raise ValueError(f"{path} holds a {kind}: give the weights of its base model as base" + _base_hint(path))
+        raise InputError(f"{path} holds a {kind}: give the weights of its base model as base" + _base_hint(path))
     if kind == "shards":
         return cambrian.consolidated(path)
     if kind == "delta":
@@ -166,7 +167,7 @@ def load(
     config, stream = read(path, kind, base, encoders, dtype)
     first = next(stream, None)
     if first is None:
-        raise ValueError(f"{path} holds no tensors")
+        raise InputError(f"{path} holds no tensors")
     dtype, stream = dtype or first[1].dtype, itertools.chain([first], stream)
     if isinstance(config, ClipConfig):
         with SkipInit():
@@ -202,6 +203,6 @@ def _complete_encoders(model: nn.Module, config: VlmConfig, filled: set[str], lo
         wanted = {f"encoders.{index}.{name}" for name in encoder.state_dict()}
         missing = sorted(name for name in wanted - filled if not name.endswith("num_batches_tracked"))
         if len(missing) < len(wanted) and missing:
-            raise ValueError(f"the checkpoint holds part of encoder {index} ({settings.name}); missing: {', '.join(missing)}")
+            raise InputError(f"the checkpoint holds part of encoder {index} ({settings.name}); missing: {', '.join(missing)}")
         if missing and not loaded:
             load_encoder(encoder, settings)
