@@ -35,13 +35,13 @@ def after_marker(text: str) -> str:
 
 
 def first_letter(text: str, trailing: str = ".:,") -> str:
-    """The option letter as Cambrian's multiple-choice scorers read it (reference-models 1.14, X1; ``trailing="."`` is X1')."""
+    """The option letter as Cambrian's multiple-choice scorers read it; some strip ``trailing`` "." only."""
     text = after_marker(text).rstrip(trailing).lstrip("(").rstrip(")")
     return text[:1]
 
 
 def short_answer(text: str) -> str:
-    """The whole answer behind a marker without its final period (reference-models 1.14, X2)."""
+    """The whole answer behind a marker without its final period."""
     return after_marker(text).rstrip(".")
 
 

@@ -1,7 +1,7 @@
 """CLIP models on datasets that lie on disk or in a bucket, in the tar layout clip-benchmark publishes, and while they train.
 
 A set is a folder: ``classnames.txt``, ``test/nshards.txt``, ``test/0.tar`` ... with a picture and ``cls`` (or, for retrieval, ``txt``
-with one caption a line). A missing shard count, a missing shard or another number of documents than the published one is an error (U59).
+with one caption a line). A missing shard count, a missing shard or another number of documents than the published one is an error.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def during_training(tokenizer: Callable, transforms: Sequence[Callable], names: 
     """An ``on_eval`` of `training.loop.train` that scores tasks (the demo's without ``names``, else as `results_of`) every
     ``train.eval_every`` steps or epochs, shared over processes.
 
-    It calls the wrapped objective, so sharded weights are whole where they are used (U48).
+    It calls the wrapped objective, so sharded weights are whole where they are used.
     """
     from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS, Towers
 

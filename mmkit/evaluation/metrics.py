@@ -54,7 +54,7 @@ def wilson(fraction: float, n: int) -> tuple[float, float]:
     z = 1.959964
     centre = (fraction + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(max(fraction * (1 - fraction), 0.0) / n + z * z / (4 * n * n))
-    return max(centre - half, 0.0), min(centre + half, 1.0)
+    return (0.0 if fraction == 0 else max(centre - half, 0.0)), (1.0 if fraction == 1 else min(centre + half, 1.0))
 
 
 def interval(values: Sequence[float], pictures: Sequence[str], seed: int = 0) -> tuple[float, float]:

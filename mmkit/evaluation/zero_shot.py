@@ -1,7 +1,7 @@
 """Zero-shot classification with prompt ensembles (CLIP section 3.1): names x templates -> a classifier of norm-1 columns -> top-k.
 
 A task carries its own names and templates as tuples: nothing here is a mutable table that one task could leave changed for the
-next (U60). Documents are shared out over processes and joined by number, so any number of processes scores each exactly once (U64).
+next. Documents are shared out over processes and joined by number, so any number of processes scores each exactly once.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def evaluate(
 ) -> tuple[dict[str, float | None], list[dict]]:
     """Metrics and one row a document. ``documents[i]`` is (key, image (3, h, w), class number or a list of them).
 
-    ValueError where a complete set has another number of documents (U59); ``limit`` scores the first ones and says so in each row.
+    ValueError where a complete set has another number of documents; ``limit`` scores the first ones and says so in each row.
     """
     n = _checked_count(task.name, len(documents), task.n_expected, limit)
     weights = classifier(encode, tokenize, task)

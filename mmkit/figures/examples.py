@@ -19,7 +19,7 @@ from mmkit.figures.drawn import Drawn, blank
 
 COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080")
 MAX_TOKENS = 260  # of one conversation in a token picture
-MAX_LINES = 9  # of text below a picture
+MAX_LINES = 11  # of text below a picture
 
 
 def pictures(
@@ -34,7 +34,7 @@ def pictures(
     and key where given, ``boxes`` are drawn dashed besides the regions."""
     columns = min(columns, len(examples))
     rows = math.ceil(len(examples) / columns)
-    figure, axes = blank(3.6 * columns, 4.0 * rows, columns=columns, rows=rows, squeeze=False)
+    figure, axes = blank(3.6 * columns, 4.4 * rows, columns=columns, rows=rows, squeeze=False)
     table = []
     for place, axis in enumerate(axes.flat):
         axis.set(xticks=[], yticks=[])
@@ -59,7 +59,7 @@ def _one_picture(axis: Any, example: Example, text: str, title: str, boxes: Sequ
                 edge = {"edgecolor": colour, "linewidth": width, "linestyle": (0, (4, 3))}
                 axis.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, **edge))
     axis.set_title(textwrap.shorten(title, 60), fontsize=7)
-    lines = [line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, 52)]
+    lines = [line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, 42)]
     shown = lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], "..."]
     # a label of the axis, unlike free text, is part of the layout: rows below make room for it. "$" would begin a formula
     axis.set_xlabel("\n".join(shown).replace("$", r"\$"), fontsize=7, loc="left")
@@ -134,10 +134,16 @@ def answers(
     chosen = [row for row in rows if (row["task"], row["key"]) in documents]
     notes, titles, boxes = [], [], []
     for row in chosen:
-        wrong = "WRONG: " if row["right"] is False else ""
-        shuffled = f"\nwith another picture: {row['shuffled_answer']}" if "shuffled_answer" in row else ""
         question = (row.get("question") or row["task"]).replace(REGION, "[region]")
-        notes.append(f"{question}\n{wrong}{row['answer']} (expected {row['target']}){shuffled}")
+        # each is cut by itself: a long question must not push the answer off
+        said, expected, other = (_cut(str(row.get(name, "")), 80) for name in ("answer", "target", "shuffled_answer"))
         boxes.append([box for box in boxes_in(row["answer"], grid()) if not box.is_point])
-        titles.append(f"{row['task']}: {row['key']}" + (" (dashed: the model's box)" if boxes[-1] else ""))
+        lines = [_cut(question, 120), f"{'WRONG: ' if row['right'] is False else ''}{said} (expected {expected})"]
+        lines += [f"with another picture: {other}"] * ("shuffled_answer" in row) + ["dashed: the answer's box"] * bool(boxes[-1])
+        notes.append("\n".join(lines))
+        titles.append(f"{row['task']}: {row['key']}")
     return pictures([documents[row["task"], row["key"]] for row in chosen], columns, name, notes, titles, boxes)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."
