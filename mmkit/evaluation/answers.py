@@ -1,7 +1,8 @@
 """How an answer is read out of generated text, by the originals' rules.
 
-Facts: the extractors of Cambrian-1's evaluation suite (cambrian-mllm/cambrian @ 539ffc3, ``eval/eval``), the M4C answer
-normaliser of VQA soft accuracy, and Ferret's parsing (apple/ml-ferret @ 3c9e5c9). All functions are pure.
+Facts: the extractors of Cambrian-1's evaluation suite (cambrian-mllm/cambrian @ 539ffc3, ``eval/eval``), the
+M4C answer normaliser of VQA soft accuracy, and Ferret's parsing (apple/ml-ferret @ 3c9e5c9). All functions
+are pure.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _CONTRACTIONS = {full[:i] + full[i + 1 :]: full for full in _FULL_FORMS for i, c
 
 
 def after_marker(text: str) -> str:
-    """Lower-cased text behind the last "answer is" and, in what follows that, behind the last "answer:", stripped.
+    """Lower-cased text behind the last "answer is" and, in what follows that, behind the last "answer:",
+    stripped.
 
     As in the originals, "the answer is: b" leaves ": b", which their letter rule then reads as ":".
     """
@@ -62,7 +64,9 @@ def as_number(text: str) -> float | None:
 
 
 def within(answer: str, truth: str, relative: float = 0.05) -> bool:
-    """Both are numbers and differ by at most ``relative`` of the truth; 1.05 is within 5% of 1 in spite of its binary rounding."""
+    """Both are numbers and differ by at most ``relative`` of the truth; 1.05 is within 5% of 1 in spite of
+    its binary rounding.
+    """
     got, want = as_number(answer), as_number(truth)
     return got is not None and want is not None and abs(got - want) <= relative * abs(want) * (1 + 1e-9)
 
@@ -140,10 +144,11 @@ def _plain(phrase: str) -> str:
 
 
 def without_negations(text: str) -> str:
-    """Text without what stands between " not" or " no" and the next comma or period, both included (Ferret's LVIS scorer).
+    """Text without what stands between " not" or " no" and the next comma or period, both included (Ferret's
+    LVIS scorer).
 
-    As in the original, first every " not", then every " no", also where they begin a longer word; one that no comma or period
-    follows stays. "a cup and no plate, really not." -> "a cup and really".
+    As in the original, first every " not", then every " no", also where they begin a longer word; one that no
+    comma or period follows stays. "a cup and no plate, really not." -> "a cup and really".
     """
     for word in ("not", "no"):
         text = re.sub(rf"\s+{word}[^,.]*[,.]", "", text)

@@ -1,11 +1,13 @@
-"""Runs tasks over a model: every document once, controls beside the score, results.json and one line a sample.
+"""Runs tasks over a model: every document once, controls beside the score, results.json and one line a
+sample.
 
-A score of generated answers stands beside three others from the same documents: the same model with the pictures shuffled
-between documents, the majority answer, and the most frequent training answer to the same question text. What the model does not
-gain over them it did not see. Processes share the documents out by number and join by key, so the scores of one process and of
-many are the same rows.
+A score of generated answers stands beside three others from the same documents: the same model with the
+pictures shuffled between documents, the majority answer, and the most frequent training answer to the same
+question text. What the model does not gain over them it did not see. Processes share the documents out by
+number and join by key, so the scores of one process and of many are the same rows.
 
-A folder's results.json keeps every result: one is replaced only by another of the same task, spec and number of documents.
+A folder's results.json keeps every result: one is replaced only by another of the same task, spec and number
+of documents.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mmkit.errors import InputError
-from mmkit.storage import Store
 from mmkit.data.example import REGION_MARKER, Example
+from mmkit.errors import InputError
 from mmkit.evaluation.metrics import majority, priors
 from mmkit.evaluation.task import Task, Unit, differences
 from mmkit.evaluation.zero_shot import Share
+from mmkit.storage import Store
 
 log = logging.getLogger(__name__)
 Answer = Callable[[Sequence[Example], Any], list[str]]  # (requests, Decode) -> one generated text each
@@ -38,8 +40,9 @@ PACKAGES = ("torch", "transformers", "timm", "open_clip_torch", "peft")
 class Result:
     """What one task gave: metrics overall and by group, the controls' metrics in the same form, and the rows.
 
-    ``unit`` is that of the main metric and ``interval`` its 95% interval (low, high) in that unit, None where it has none; groups
-    hold theirs as ``low`` and ``high``. ``n`` of ``n_total`` documents were scored. ``notes`` say what a reader must know.
+    ``unit`` is that of the main metric and ``interval`` its 95% interval (low, high) in that unit, None where
+    it has none; groups hold theirs as ``low`` and ``high``. ``n`` of ``n_total`` documents were scored.
+    ``notes`` say what a reader must know.
     """
 
     task: str
@@ -82,7 +85,8 @@ def evaluate(
 ) -> Result:
     """Scores ``answer`` on the task's documents and its controls.
 
-    ValueError where the documents are not complete, or where processes together did not score each exactly once.
+    ValueError where the documents are not complete, or where processes together did not score each exactly
+    once.
     """
     started = time.perf_counter()
     everything = task.checked_documents()
@@ -105,7 +109,9 @@ def evaluate(
     if task.submit and len(documents) == len(everything) and (submission := task.submit(rows)):
         notes.append(f"{task.name}: submission-{task.name}.json is what {task.scored_by} scores")
     elif task.submit and not task.main_metric:
-        notes.append(f"{task.name}: {task.scored_by} scores complete sets only, so no submission file is written")
+        notes.append(
+            f"{task.name}: {task.scored_by} scores complete sets only, so no submission file is written"
+        )
     return Result(
         task=task.name,
         spec=task.spec,
@@ -125,7 +131,9 @@ def evaluate(
 
 
 def target_of(example: Example) -> str:
-    """The text a right answer has: ``meta["answer"]``, else the last assistant turn, regions written as their coordinates."""
+    """The text a right answer has: ``meta["answer"]``, else the last assistant turn, regions written as their
+    coordinates.
+    """
     if "answer" in example.meta:
         return str(example.meta["answer"])
     last = max((place for place, turn in enumerate(example.turns) if turn.role == "assistant"), default=None)
@@ -137,7 +145,8 @@ def target_of(example: Example) -> str:
 
 
 def shuffled(documents: Sequence[Example], seed: int = 0) -> list[Example]:
-    """The documents, each picture replaced by another document's: all questions of one picture get the same wrong one.
+    """The documents, each picture replaced by another document's: all questions of one picture get the same
+    wrong one.
 
     ValueError where all documents show one picture, which leaves nothing to shuffle.
     """
@@ -146,9 +155,14 @@ def shuffled(documents: Sequence[Example], seed: int = 0) -> list[Example]:
         raise InputError(f"{len(pictures)} different pictures cannot be shuffled; the control needs two")
     order = list(range(len(pictures)))
     random.Random(f"shuffled {seed}").shuffle(order)
-    following = {order[i]: order[(i + 1) % len(order)] for i in range(len(order))}  # one cycle: nobody keeps its own
+    following = {
+        order[i]: order[(i + 1) % len(order)] for i in range(len(order))
+    }  # one cycle: nobody keeps its own
     replacement = {picture: pictures[following[place]] for place, picture in enumerate(pictures)}
-    return [replace(example, images=replacement[example.images]) if example.images else example for example in documents]
+    return [
+        replace(example, images=replacement[example.images]) if example.images else example
+        for example in documents
+    ]
 
 
 def _scored(
@@ -192,7 +206,9 @@ def sample_row(task: Task, example: Example, text: str) -> dict:
 
 
 def summary(task: Task, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """``metrics`` and ``interval`` of all rows and ``groups``: field -> value -> metrics of those rows, their count n, low and high."""
+    """``metrics`` and ``interval`` of all rows and ``groups``: field -> value -> metrics of those rows, their
+    count n, low and high.
+    """
     groups: dict[str, dict] = {}
     for name in task.groups:
         members = defaultdict(list)
@@ -208,12 +224,17 @@ def summary(task: Task, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _blind_controls(task: Task, documents: Sequence[Example], targets: Sequence[str]) -> dict[str, dict]:
-    """Scores of two answerers that see no picture: the majority training answer, and the prior of each question text."""
+    """Scores of two answerers that see no picture: the majority training answer, and the prior of each
+    question text.
+    """
     training = task.prior()
     always = majority(answer for _, answer in training)
     by_question = priors(training)
     out = {}
-    for name, say in (("majority", lambda example: always), ("prior", lambda example: by_question.get(example.question, always))):
+    for name, say in (
+        ("majority", lambda example: always),
+        ("prior", lambda example: by_question.get(example.question, always)),
+    ):
         rows = [sample_row(task, example, say(example)) for example in documents]
         out[name] = summary(task, rows)
     return out
@@ -233,16 +254,22 @@ def versions() -> dict[str, str]:
 # ---------------------------------------------------------------- files
 
 
-def write_results(folder: str | Path, results: Sequence[Result], extra: Mapping[str, Any] | None = None) -> str:
-    """Adds ``results`` to ``results.json`` and ``samples.jsonl`` (a line a document) in ``folder``; each appears whole or not at all.
+def write_results(
+    folder: str | Path, results: Sequence[Result], extra: Mapping[str, Any] | None = None
+) -> str:
+    """Adds ``results`` to ``results.json`` and ``samples.jsonl`` (a line a document) in ``folder``; each
+    appears whole or not at all.
 
-    ``extra`` is kept with each of them. A stored result of the same task, spec and number of documents is replaced, all others
-    stay. Files for servers and judges are ``submission-TASK.json``. Returns the path of results.json.
+    ``extra`` is kept with each of them. A stored result of the same task, spec and number of documents is
+    replaced, all others stay. Files for servers and judges are ``submission-TASK.json``. Returns the path of
+    results.json.
     """
     store = Store(folder)
     replaced = {result.key for result in results}
     kept = [tree for tree in read_results(folder)["results"] if _key(tree) not in replaced]
-    lines = [json.dumps(row, ensure_ascii=False) for row in _read_samples(folder) if _key(row) not in replaced]
+    lines = [
+        json.dumps(row, ensure_ascii=False) for row in _read_samples(folder) if _key(row) not in replaced
+    ]
     new = []
     for result in results:
         tree = {name: value for name, value in asdict(result).items() if name not in ("rows", "submission")}
@@ -250,16 +277,20 @@ def write_results(folder: str | Path, results: Sequence[Result], extra: Mapping[
         named = {"task": result.task, "spec_hash": result.spec_hash, "n": result.n}
         lines += [json.dumps(named | row, ensure_ascii=False) for row in result.rows]
         if result.submission:
-            store.write(f"submission-{result.task}.json", json.dumps(result.submission, ensure_ascii=False).encode())
+            store.write(
+                f"submission-{result.task}.json", json.dumps(result.submission, ensure_ascii=False).encode()
+            )
     store.write("samples.jsonl", "".join(line + "\n" for line in lines).encode())
     store.write("results.json", json.dumps({"results": kept + new}, indent=1, ensure_ascii=False).encode())
     return store.path("results.json")
 
 
 def read_results(path: str | Path) -> dict[str, Any]:
-    """What `write_results` wrote, {"results": [one tree a result]}; none where nothing was. ``path`` is the file or its folder.
+    """What `write_results` wrote, {"results": [one tree a result]}; none where nothing was. ``path`` is the
+    file or its folder.
 
-    Files of earlier versions, which held one result a task, are read in the same form. InputError where the file is damaged.
+    Files of earlier versions, which held one result a task, are read in the same form. InputError where the
+    file is damaged.
     """
     store = Store(str(path).removesuffix("/results.json"))
     if store.size("results.json") is None:
@@ -280,11 +311,16 @@ def read_results(path: str | Path) -> dict[str, Any]:
 
 
 def _read_samples(folder: str | Path) -> list[dict[str, Any]]:
-    """The lines of samples.jsonl, each with the spec and number of its result, which files of earlier versions had once a task."""
+    """The lines of samples.jsonl, each with the spec and number of its result, which files of earlier
+    versions had once a task.
+    """
     store = Store(folder)
     if store.size("samples.jsonl") is None:
         return []
-    of_task = {tree["task"]: {"spec_hash": tree["spec_hash"], "n": tree["n"]} for tree in read_results(folder)["results"]}
+    of_task = {
+        tree["task"]: {"spec_hash": tree["spec_hash"], "n": tree["n"]}
+        for tree in read_results(folder)["results"]
+    }
     rows = [json.loads(line) for line in store.read("samples.jsonl").decode().splitlines() if line.strip()]
     unknown = {"spec_hash": "", "n": 0}
     return [row if "spec_hash" in row else of_task.get(row["task"], unknown) | row for row in rows]
@@ -295,9 +331,13 @@ def _key(tree: Mapping[str, Any]) -> tuple[str, str, int]:
 
 
 def compared(result: Result, stored: Sequence[Mapping[str, Any]]) -> Result:
-    """The result with a note for the last stored one of its task that has another spec: what differs, so that nobody compares them."""
+    """The result with a note for the last stored one of its task that has another spec: what differs, so that
+    nobody compares them.
+    """
     spec = json.loads(json.dumps(result.spec, default=str))
-    others = [tree for tree in stored if tree["task"] == result.task and tree["spec_hash"] != result.spec_hash]
+    others = [
+        tree for tree in stored if tree["task"] == result.task and tree["spec_hash"] != result.spec_hash
+    ]
     if not others:
         return result
     lines = differences(spec, others[-1].get("spec", {}))
@@ -306,7 +346,9 @@ def compared(result: Result, stored: Sequence[Mapping[str, Any]]) -> Result:
 
 
 def table(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Rows for a table: task, group, n, the main metric's name, score, unit and 95% interval (low, high), and each control's score."""
+    """Rows for a table: task, group, n, the main metric's name, score, unit and 95% interval (low, high), and
+    each control's score.
+    """
     lines = []
     for result in results:
         low, high = result.interval or (None, None)
@@ -314,12 +356,27 @@ def table(results: Sequence[Result]) -> list[dict[str, Any]]:
         lines.append(_line(result, "all", result.n, result.metrics | {"low": low, "high": high}, overall))
         for kind, values in result.groups.items():
             for value, metrics in values.items():
-                controls = {key: part["groups"].get(kind, {}).get(value, {}) for key, part in result.controls.items()}
+                controls = {
+                    key: part["groups"].get(kind, {}).get(value, {}) for key, part in result.controls.items()
+                }
                 lines.append(_line(result, value, int(metrics["n"]), metrics, controls))
     return lines
 
 
-def _line(result: Result, group: str, n: int, metrics: Mapping, controls: Mapping[str, Mapping]) -> dict[str, Any]:
+def _line(
+    result: Result, group: str, n: int, metrics: Mapping, controls: Mapping[str, Mapping]
+) -> dict[str, Any]:
     name = result.main_metric
-    line = {"task": result.task, "group": group, "n": n, "metric": name, "score": metrics.get(name), "unit": result.unit if name else ""}
-    return line | {"low": metrics.get("low"), "high": metrics.get("high")} | {key: part.get(name) for key, part in controls.items()}
+    line = {
+        "task": result.task,
+        "group": group,
+        "n": n,
+        "metric": name,
+        "score": metrics.get(name),
+        "unit": result.unit if name else "",
+    }
+    return (
+        line
+        | {"low": metrics.get("low"), "high": metrics.get("high")}
+        | {key: part.get(name) for key, part in controls.items()}
+    )

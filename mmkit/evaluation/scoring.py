@@ -1,4 +1,6 @@
-"""``mmkit eval`` and the 04 notebook: the newest export of a run, its tasks, one results folder, and the demo's headline numbers."""
+"""``mmkit eval`` and the 04 notebook: the newest export of a run, its tasks, one results folder, and the
+demo's headline numbers.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ log = logging.getLogger(__name__)
 
 
 def evaluate_run(run: RunConfig, *, share: Share = Share(), progress: Progress | None = None) -> list[Result]:
-    """Scores the run's export on every task of ``run.evaluation``, and adds them to results.json and samples.jsonl in its folder.
+    """Scores the run's export on every task of ``run.evaluation``, and adds them to results.json and
+    samples.jsonl in its folder.
 
-    ConfigError naming the command that makes a missing export, or the nearest task of an unknown one, before weights are read;
-    InputError where the folder's results.json is damaged.
+    ConfigError naming the command that makes a missing export, or the nearest task of an unknown one, before
+    weights are read; InputError where the folder's results.json is damaged.
     """
     check_tasks(run)
     export = export_of(run)
@@ -33,7 +36,9 @@ def evaluate_run(run: RunConfig, *, share: Share = Share(), progress: Progress |
     model.eval()
     words = fetched(export) / "tokenizer"
     made = tokenizer(config, words) if words.is_dir() else tokenizer(config)
-    results = evaluate_model(run, model, config, made, image_transforms(config), share=share, progress=progress)
+    results = evaluate_model(
+        run, model, config, made, image_transforms(config), share=share, progress=progress
+    )
     results = [compared(result, stored) for result in results]
     if share.rank == 0:
         write_results(run.folder, results, {"export": export, "preset": run.preset})
@@ -41,7 +46,14 @@ def evaluate_run(run: RunConfig, *, share: Share = Share(), progress: Progress |
 
 
 def evaluate_model(
-    run: RunConfig, model, config, tokenizer, transforms, *, share: Share = Share(), progress: Progress | None = None
+    run: RunConfig,
+    model,
+    config,
+    tokenizer,
+    transforms,
+    *,
+    share: Share = Share(),
+    progress: Progress | None = None,
 ) -> list[Result]:
     """The same for a model at hand; nothing is written."""
     settings = run.evaluation
@@ -59,10 +71,22 @@ def evaluate_model(
     for name in settings.tasks:
         task = find(name, TASKS)
         if settings.max_new_tokens is not None:
-            task = dataclasses.replace(task, decode=dataclasses.replace(task.decode, max_new_tokens=settings.max_new_tokens))
-        result = evaluate(task, answer, batch=settings.batch, limit=settings.limit, share=share, seed=run.seed, progress=progress)
+            task = dataclasses.replace(
+                task, decode=dataclasses.replace(task.decode, max_new_tokens=settings.max_new_tokens)
+            )
+        result = evaluate(
+            task,
+            answer,
+            batch=settings.batch,
+            limit=settings.limit,
+            share=share,
+            seed=run.seed,
+            progress=progress,
+        )
         known = published_score(run.preset, name, result.unit)
-        beside = {} if known is None else {"published": {"metrics": {result.main_metric: known}, "groups": {}}}
+        beside = (
+            {} if known is None else {"published": {"metrics": {result.main_metric: known}, "groups": {}}}
+        )
         results.append(dataclasses.replace(result, controls=result.controls | beside))
     return results
 
@@ -88,11 +112,15 @@ def check_tasks(run: RunConfig) -> None:
 
 
 def export_of(run: RunConfig) -> str:
-    """The export to score: ``start_from``, else the finetune stage's, else the pretrain stage's of the same preset and name."""
+    """The export to score: ``start_from``, else the finetune stage's, else the pretrain stage's of the same
+    preset and name.
+    """
     if run.start_from:
         folders = [run.start_from.rstrip("/")]
     else:
-        folders = [f"{run.root.rstrip('/')}/{run.preset}/{stage}/{run.name}" for stage in ("finetune", "pretrain")]
+        folders = [
+            f"{run.root.rstrip('/')}/{run.preset}/{stage}/{run.name}" for stage in ("finetune", "pretrain")
+        ]
     for folder in folders:
         for candidate in (f"{folder}/export", folder):
             if Store(candidate).size("config.json") is not None:
@@ -125,12 +153,15 @@ HEADLINES: Mapping[str, tuple[str, ...]] = {
 
 
 def headline(results: Sequence[Result]) -> dict[str, float]:
-    """The numbers that ``make demo`` collects, as far as these results hold them, and every other task's score named with its unit."""
+    """The numbers that ``make demo`` collects, as far as these results hold them, and every other task's
+    score named with its unit.
+    """
     by_task = {result.task: vars(result) for result in results}
     found = {name: _at(by_task, path) for name, path in HEADLINES.items()}
     named = {path[0] for path in HEADLINES.values()}
     others = {
-        f"{result.task}_{result.main_metric}" + ("" if result.unit == "fraction" else f"_{result.unit}"): result.score
+        f"{result.task}_{result.main_metric}"
+        + ("" if result.unit == "fraction" else f"_{result.unit}"): result.score
         for result in results
         if result.task not in named
     }

@@ -1,4 +1,6 @@
-"""Pictures of examples: with their boxes, with a model's answers, and a conversation's tokens coloured by what carries loss."""
+"""Pictures of examples: with their boxes, with a model's answers, and a conversation's tokens coloured by
+what carries loss.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ def pictures(
     titles: Sequence[str] = (),
     boxes: Sequence[Sequence[Box]] = (),
 ) -> Drawn:
-    """Each example's first picture with its regions drawn and its text below; ``notes`` replace the text and ``titles`` the source
-    and key where given, ``boxes`` are drawn dashed besides the regions."""
+    """Each example's first picture with its regions drawn and its text below; ``notes`` replace the text and
+    ``titles`` the source and key where given, ``boxes`` are drawn dashed besides the regions."""
     columns = min(columns, len(examples))
     rows = math.ceil(len(examples) / columns)
     figure, axes = blank(3.6 * columns, 4.4 * rows, columns=columns, rows=rows, squeeze=False)
@@ -61,7 +63,8 @@ def _one_picture(axis: Any, example: Example, text: str, title: str, boxes: Sequ
     axis.set_title(textwrap.shorten(title, 60), fontsize=7)
     lines = [line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, 42)]
     shown = lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], "..."]
-    # a label of the axis, unlike free text, is part of the layout: rows below make room for it. "$" would begin a formula
+    # a label of the axis, unlike free text, is part of the layout: rows below make room for it. "$" would
+    # begin a formula
     axis.set_xlabel("\n".join(shown).replace("$", r"\$"), fontsize=7, loc="left")
 
 
@@ -87,9 +90,11 @@ def conversation_text(example: Example) -> str:
 
 
 def tokens(encoded: Any, tokenizer: Any, columns: int = 12, name: str = "tokens") -> Drawn:
-    """One conversation token by token: green carries loss, grey does not, blue stands for a picture, orange for a region.
+    """One conversation token by token: green carries loss, grey does not, blue stands for a picture, orange
+    for a region.
 
-    ``encoded`` has ``ids`` and ``trained`` (`data.conversation.Encoded`). Of a long conversation a part is shown in which learning begins.
+    ``encoded`` has ``ids`` and ``trained`` (`data.conversation.Encoded`). Of a long conversation a part is
+    shown in which learning begins.
     """
     ids, trained = np.asarray(encoded.ids), np.asarray(encoded.trained)
     first = int(trained.argmax())  # behind a long system prompt or a picture's slots
@@ -125,9 +130,13 @@ def _token_colour(token: int, trained: bool) -> str:
 
 
 def answers(
-    rows: Sequence[Mapping[str, Any]], documents: Mapping[tuple[str, str], Example], columns: int = 3, name: str = "answers"
+    rows: Sequence[Mapping[str, Any]],
+    documents: Mapping[tuple[str, str], Example],
+    columns: int = 3,
+    name: str = "answers",
 ) -> Drawn:
-    """A model's answers under their pictures; wrong ones are marked, and boxes of an answer are dashed beside the expected ones.
+    """A model's answers under their pictures; wrong ones are marked, and boxes of an answer are dashed beside
+    the expected ones.
 
     ``rows`` are rows of results, ``documents`` examples by (task, key).
     """
@@ -136,13 +145,17 @@ def answers(
     for row in chosen:
         question = (row.get("question") or row["task"]).replace(REGION, "[region]")
         # each is cut by itself: a long question must not push the answer off
-        said, expected, other = (_cut(str(row.get(name, "")), 80) for name in ("answer", "target", "shuffled_answer"))
+        parts = ("answer", "target", "shuffled_answer")
+        said, expected, other = (_cut(str(row.get(part, "")), 80) for part in parts)
         boxes.append([box for box in boxes_in(row["answer"], grid()) if not box.is_point])
-        lines = [_cut(question, 120), f"{'WRONG: ' if row['right'] is False else ''}{said} (expected {expected})"]
-        lines += [f"with another picture: {other}"] * ("shuffled_answer" in row) + ["dashed: the answer's box"] * bool(boxes[-1])
+        wrong = "WRONG: " if row["right"] is False else ""
+        lines = [_cut(question, 120), f"{wrong}{said} (expected {expected})"]
+        lines += [f"with another picture: {other}"] * ("shuffled_answer" in row)
+        lines += ["dashed: the answer's box"] * bool(boxes[-1])
         notes.append("\n".join(lines))
         titles.append(f"{row['task']}: {row['key']}")
-    return pictures([documents[row["task"], row["key"]] for row in chosen], columns, name, notes, titles, boxes)
+    examples = [documents[row["task"], row["key"]] for row in chosen]
+    return pictures(examples, columns, name, notes, titles, boxes)
 
 
 def _cut(text: str, length: int) -> str:

@@ -1,4 +1,6 @@
-"""What the evaluation notebook and ``mmkit eval`` show: scores beside their controls, headline numbers, documents for pictures."""
+"""What the evaluation notebook and ``mmkit eval`` show: scores beside their controls, headline numbers,
+documents for pictures.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ from mmkit.notebook.tables import html, text
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """Results of one evaluation, their table and headline, and the documents by (task, key) for pictures of answers.
+    """Results of one evaluation, their table and headline, and the documents by (task, key) for pictures of
+    answers.
 
-    ``suffix`` is "" for the preset's own tasks in full, else what tells this evaluation from it: figures and records are named by it.
+    ``suffix`` is "" for the preset's own tasks in full, else what tells this evaluation from it: figures and
+    records are named by it.
     """
 
     run: RunConfig
@@ -41,7 +45,9 @@ class Scored:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the table must know: incomplete sets, controls left out, files for servers, other specs."""
+        """What a reader of the table must know: incomplete sets, controls left out, files for servers, other
+        specs.
+        """
         return tuple(note for result in self.results for note in result.notes)
 
     def _repr_html_(self) -> str:
@@ -54,9 +60,11 @@ class Scored:
 
 
 def score(run: RunConfig) -> Scored:
-    """Scores the newest export of the run's model and name, or ``run.start_from``, on ``run.evaluation.tasks``.
+    """Scores the newest export of the run's model and name, or ``run.start_from``, on
+    ``run.evaluation.tasks``.
 
-    ConfigError for an unknown task, or where there is no export, with the command that makes one. A dry run checks the tasks alone.
+    ConfigError for an unknown task, or where there is no export, with the command that makes one. A dry run
+    checks the tasks alone.
     """
     from mmkit.evaluation.runner import table
     from mmkit.evaluation.scoring import check_tasks, evaluate_run, headline
@@ -66,12 +74,14 @@ def score(run: RunConfig) -> Scored:
         return Scored(run)
     with Progress(1, "scoring") as progress:
         results = evaluate_run(run, progress=lambda what, done, of: _tell(progress, what, done, of))
-    return Scored(run, tuple(results), tuple(table(results)), headline(results), _documents(results), suffix_of(run))
+    return Scored(
+        run, tuple(results), tuple(table(results)), headline(results), _documents(results), suffix_of(run)
+    )
 
 
 def suffix_of(run: RunConfig) -> str:
-    """What the names of figures and records of this evaluation end in: "" for the preset's own, so that a limited one, or one of
-    other tasks, does not replace them: "-charts-limit20"."""
+    """What the names of figures and records of this evaluation end in: "" for the preset's own, so that a
+    limited one, or one of other tasks, does not replace them: "-charts-limit20"."""
     own, here = load(run.preset, "eval").evaluation, run.evaluation
     parts = ["+".join(here.tasks)] if here.tasks != own.tasks else []
     parts += [f"limit{here.limit or 0}"] if here.limit != own.limit else []

@@ -8,8 +8,17 @@ from mmkit.evaluation import answers
 from mmkit.evaluation.tasks.cambrian import BENCHMARKS
 
 
-@pytest.mark.parametrize(("text", "letter"), [("Answer: (B)", "b"), ("The answer is C.", "c"), ("B:", "b"), ("(B) cat.", "b"), ("", ""),
-    ("The answer is unclear. Answer: (C)", "c")])
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("Answer: (B)", "b"),
+        ("The answer is C.", "c"),
+        ("B:", "b"),
+        ("(B) cat.", "b"),
+        ("", ""),
+        ("The answer is unclear. Answer: (C)", "c"),
+    ],
+)
 def test_first_letter_follows_the_original_rule(text, letter):
     assert answers.first_letter(text) == letter
 
@@ -20,13 +29,18 @@ def test_soft_accuracy_matches_a_hand_count():
     assert answers.vqa_accuracy("red", truths) == 0
 
 
-@pytest.mark.parametrize(("raw", "normal"), [("The  Two cats.", "2 cats"), ("10,000", "10000"), ("dont", "don't"), ("a-b", "b"), ("3.5", "3.5")])
+@pytest.mark.parametrize(
+    ("raw", "normal"),
+    [("The  Two cats.", "2 cats"), ("10,000", "10000"), ("dont", "don't"), ("a-b", "b"), ("3.5", "3.5")],
+)
 def test_vqa_normal_form(raw, normal):
     assert answers.vqa_normalize(raw) == normal
 
 
 def test_edit_distance_of_known_pairs():
-    assert [answers.edit_distance(a, b) for a, b in (("kitten", "sitting"), ("", "abc"), ("same", "same"))] == [3, 3, 0]
+    assert [
+        answers.edit_distance(a, b) for a, b in (("kitten", "sitting"), ("", "abc"), ("same", "same"))
+    ] == [3, 3, 0]
 
 
 def test_every_headline_benchmark_of_cambrian_is_in_the_table():

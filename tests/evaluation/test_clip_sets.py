@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
+from mmkit.config import ConfigError
 from mmkit.data.tar_writer import ShardWriter
 from mmkit.evaluation import collections
-from mmkit.config import ConfigError
 from mmkit.evaluation.clip_sets import check_names, during_training, open_set, results_of, score
 from mmkit.evaluation.runner import Result
 from mmkit.evaluation.tasks import clip_demo

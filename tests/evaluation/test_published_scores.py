@@ -15,7 +15,12 @@ def test_presets_have_the_rows_of_the_main_results_table():
 
 
 def test_a_published_score_is_in_the_unit_of_our_task():
-    assert published_score("8b", "mmvp", "percent") == 51.3 and published_score("8b", "mme", "points") == 1547.1
+    assert (
+        published_score("8b", "mmvp", "percent") == 51.3 and published_score("8b", "mme", "points") == 1547.1
+    )
     assert published_score("8b", "mmbench_en", TASKS["mmbench_en"].unit) == pytest.approx(0.759)
     assert published_score("8b", "omni", "fraction") == pytest.approx(0.72)
-    assert published_score("tiny", "gqa", "percent") is None and published_score("8b", "easy_vqa", "fraction") is None
+    assert (
+        published_score("tiny", "gqa", "percent") is None
+        and published_score("8b", "easy_vqa", "fraction") is None
+    )

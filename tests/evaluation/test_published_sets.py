@@ -1,4 +1,6 @@
-"""Cambrian's benchmarks run over documents on disk: asked as the originals ask, scored by their scorers, complete or refused."""
+"""Cambrian's benchmarks run over documents on disk: asked as the originals ask, scored by their scorers,
+complete or refused.
+"""
 
 from __future__ import annotations
 
@@ -37,22 +39,36 @@ def small(monkeypatch, name, n):
 def mmvp(folder, pairs):
     """``pairs`` pairs of questions about pictures of their own, "(a)" then "(b)"."""
     more = {"question": "Open?", "options": ["Yes", "No"], "text_options": ["Yes", "No"]}
-    write(folder, "mmvp", [{"key": str(i), "image": f"{i}.png", "gt_answer": ("(a)", "(b)")[i % 2], **more} for i in range(2 * pairs)])
+    write(
+        folder,
+        "mmvp",
+        [
+            {"key": str(i), "image": f"{i}.png", "gt_answer": ("(a)", "(b)")[i % 2], **more}
+            for i in range(2 * pairs)
+        ],
+    )
 
 
 def test_mmvp_adds_both_questions_of_a_right_pair_and_no_others(folder, monkeypatch):
     mmvp(folder, 10)
     right = {0, 1, 4, 5, 18, 19, 2, 7, 9, 12}  # three pairs, four single questions
     said = [("A", "B")[i % 2] if i in right else ("B", "A")[i % 2] for i in range(20)]
-    result = evaluate(small(monkeypatch, "mmvp", 20), lambda asked, decode: [said[int(example.key)] for example in asked])
-    assert result.metrics == {"total": 20, "correct": 6, "accuracy": 30.0} and (result.score, result.unit) == (30.0, "percent")
+    result = evaluate(
+        small(monkeypatch, "mmvp", 20), lambda asked, decode: [said[int(example.key)] for example in asked]
+    )
+    assert result.metrics == {"total": 20, "correct": 6, "accuracy": 30.0} and (
+        result.score,
+        result.unit,
+    ) == (30.0, "percent")
     low, high = result.interval
     assert (low, high) == pytest.approx((100 * 0.1078, 100 * 0.6032), abs=0.01)  # Wilson of 3 of 10 pairs
     assert [row["right"] for row in result.rows] == [i in right for i in range(20)]
 
 
 def test_mmvp_counts_as_the_original_counts_on_every_pattern_of_eight_answers():
-    """The original goes question by question and keeps one counter, whose being odd says that the pair's first was right."""
+    """The original goes question by question and keeps one counter, whose being odd says that the pair's
+    first was right.
+    """
     for pattern in itertools.product((False, True), repeat=8):
         correct = 0
         for place, hit in enumerate(pattern):
@@ -65,7 +81,14 @@ def test_mmvp_counts_as_the_original_counts_on_every_pattern_of_eight_answers():
 
 
 def row(**more):
-    return {"key": "1", "image": "a.png", "question": "Which?", "gt_answer": "A", "category": "c", "type": "t"} | more
+    return {
+        "key": "1",
+        "image": "a.png",
+        "question": "Which?",
+        "gt_answer": "A",
+        "category": "c",
+        "type": "t",
+    } | more
 
 
 LETTER = "Answer with the option's letter from the given choices directly."
@@ -76,20 +99,44 @@ ONLY = "Please answer directly with only the letter of the correct option and no
 @pytest.mark.parametrize(
     ("name", "more", "asked"),
     [
-        ("mmmu", {"options": ["one", "two"], "type": "multiple-choice"}, f"Which? Options:\nA. one\nB. two\n{LETTER}"),
+        (
+            "mmmu",
+            {"options": ["one", "two"], "type": "multiple-choice"},
+            f"Which? Options:\nA. one\nB. two\n{LETTER}",
+        ),
         ("mmmu", {"question": "See <image 1>. Why?", "type": "open"}, f"See . Why?\n{WORD}"),
-        ("mathvista", {"type": "multi_choice"}, "Which?\nFirst show your reasoning process and then give the final answer."),
+        (
+            "mathvista",
+            {"type": "multi_choice"},
+            "Which?\nFirst show your reasoning process and then give the final answer.",
+        ),
         ("mathvista", {"type": "free_form"}, f"Which?\n{WORD}"),
         ("textvqa", {"ocr_tokens": ["STOP", "4th"]}, f"Which?\nReference OCR tokens: STOP, 4th\n{WORD}"),
         ("textvqa", {"ocr_tokens": []}, f"Which?\nReference OCR tokens:\n{WORD}"),
-        ("scienceqa", {"options": ["one"], "text_answer": "one", "hint": "Look."}, f"Look. Which?\nA. one\n{ONLY}"),
-        ("mmbench_en", {"options": ["one"], "source_id": "s", "hint": "Look."}, f"Look.\nWhich? Options:\nA. one\n{LETTER}"),
-        ("mmbench_cn", {"options": ["one"], "source_id": "s", "hint": "nan"}, "Which? Options:\nA. one\n请直接回答选项字母。"),
+        (
+            "scienceqa",
+            {"options": ["one"], "text_answer": "one", "hint": "Look."},
+            f"Look. Which?\nA. one\n{ONLY}",
+        ),
+        (
+            "mmbench_en",
+            {"options": ["one"], "source_id": "s", "hint": "Look."},
+            f"Look.\nWhich? Options:\nA. one\n{LETTER}",
+        ),
+        (
+            "mmbench_cn",
+            {"options": ["one"], "source_id": "s", "hint": "nan"},
+            "Which? Options:\nA. one\n请直接回答选项字母。",
+        ),
         ("omni", {"options": ["x", "y"], "question": "Near? (A) x (B) y"}, f"Near? (A) x (B) y\n{LETTER}"),
         ("mmstar", {}, f"Which?\n{ONLY}"),
         ("realworldqa", {}, "Which?"),
         ("docvqa", {"questionId": "5"}, "Which?\nGive the short answer directly."),
-        ("vizwiz", {"image_id": "i"}, f"Which?\nWhen the provided information is insufficient, respond with 'Unanswerable'.\n{WORD}"),
+        (
+            "vizwiz",
+            {"image_id": "i"},
+            f"Which?\nWhen the provided information is insufficient, respond with 'Unanswerable'.\n{WORD}",
+        ),
     ],
 )
 def test_the_question_is_asked_as_the_originals_ask_it(folder, name, more, asked):
@@ -100,12 +147,19 @@ def test_the_question_is_asked_as_the_originals_ask_it(folder, name, more, asked
 def test_the_first_picture_is_asked_about_and_none_leaves_no_marker(folder):
     write(folder, "gqa", [row(image=["a.png", "b.png"]), row(key="2", image=None)])
     one, other = published_sets.documents("gqa")
-    assert len(one.images) == 1 and one.turns[0].text.startswith("<image>\nWhich?") and other.turns[0].text.startswith("Which?")
+    assert (
+        len(one.images) == 1
+        and one.turns[0].text.startswith("<image>\nWhich?")
+        and other.turns[0].text.startswith("Which?")
+    )
 
 
 def test_a_document_without_what_its_prompt_or_scorer_needs_is_refused_before_anything_is_asked(folder):
     write(folder, "textvqa", [row(ocr_tokens=["A"]), row(key="2")])
-    with pytest.raises(ValueError, match="line 2: KeyError 'ocr_tokens'; a line of textvqa holds at least key, question, gt_answer, ocr_tokens"):
+    with pytest.raises(
+        ValueError,
+        match="line 2: KeyError 'ocr_tokens'; a line of textvqa holds at least key, question, gt_answer, ocr_tokens",
+    ):
         published_sets.documents("textvqa")
 
 
@@ -124,17 +178,31 @@ SPECIAL = {
 @pytest.mark.parametrize("name", sorted(BENCHMARKS))
 def test_every_benchmark_is_a_task_that_runs_over_documents_on_disk(folder, monkeypatch, name):
     assert name in TASKS and TASKS[name].decode.max_new_tokens == BENCHMARKS[name].max_new_tokens
-    write(folder, name, [row(**DOCUMENT | SPECIAL.get(name, {}) | {"key": str(i), "image": f"{i // 2}.png"}) for i in range(4)])
+    write(
+        folder,
+        name,
+        [
+            row(**DOCUMENT | SPECIAL.get(name, {}) | {"key": str(i), "image": f"{i // 2}.png"})
+            for i in range(4)
+        ],
+    )
     said = ["A", "A", "nothing of the kind", "nothing of the kind"]
-    result = evaluate(small(monkeypatch, name, 4), lambda asked, decode: [said[int(example.key)] for example in asked])
+    result = evaluate(
+        small(monkeypatch, name, 4), lambda asked, decode: [said[int(example.key)] for example in asked]
+    )
     if BENCHMARKS[name].right is None:
         assert result.score is None and len(result.submission) in (1, 4) and "scores" in result.notes[0]
     elif BENCHMARKS[name].unit == "points":
         assert result.score == 100 and result.interval is None
     else:
         full = {"fraction": 1, "percent": 100}[result.unit]
-        assert result.score == (0 if name.startswith("mmbench") else full / 2)  # MMBench: all rotations of one question
-        assert 0 <= result.interval[0] <= result.score <= result.interval[1] <= full and result.interval[0] < result.interval[1]
+        assert result.score == (
+            0 if name.startswith("mmbench") else full / 2
+        )  # MMBench: all rotations of one question
+        assert (
+            0 <= result.interval[0] <= result.score <= result.interval[1] <= full
+            and result.interval[0] < result.interval[1]
+        )
 
 
 def test_answers_for_a_server_are_written_once_the_set_is_complete(folder, monkeypatch, tmp_path):
@@ -155,7 +223,11 @@ def test_an_incomplete_set_is_refused_with_both_counts(folder):
 
 
 def test_a_line_that_is_no_document_is_named(folder):
-    write(folder, "gqa", [{"key": "1", "question": "Red?", "gt_answer": "yes"}, {"question": "no key", "gt_answer": "no"}])
+    write(
+        folder,
+        "gqa",
+        [{"key": "1", "question": "Red?", "gt_answer": "yes"}, {"question": "no key", "gt_answer": "no"}],
+    )
     with pytest.raises(ValueError, match="gqa.jsonl, line 2: KeyError 'key'"):
         published_sets.documents("gqa")
 

@@ -1,6 +1,5 @@
-"""Zero-shot classification and linear probes on models small enough to know the answer."""
+"""Zero-shot classification on models small enough to know the answer."""
 
-import math
 
 import open_clip
 import pytest

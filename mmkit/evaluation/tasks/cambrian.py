@@ -1,8 +1,9 @@
-"""Cambrian-1's evaluation suite: data, prompt, decode length and scoring rule of each benchmark, as plain data.
+"""Cambrian-1's evaluation suite: data, prompt, decode length and scoring rule of each benchmark, as plain
+data.
 
-Facts: github.com/cambrian-mllm/cambrian, ``eval/eval``, and arXiv 2406.16860 section 2. Scores carry the original csv names and their
-scale (some fractions, some percent, MME points) so that they can be laid beside published rows; where an original counts oddly, the
-docstring says so.
+Facts: github.com/cambrian-mllm/cambrian, ``eval/eval``, and arXiv 2406.16860 section 2. Scores carry the
+original csv names and their scale (some fractions, some percent, MME points) so that they can be laid beside
+published rows; where an original counts oddly, the docstring says so.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ SHORT = "Give the short answer directly."
 NUMBER = "Answer the question using a single number or phrase."
 REASONING = "First show your reasoning process and then give the final answer."
 TRANSCRIBE = (
-    "Please transcribe the text from the image word by word. Only include the words found in the image, and avoid adding any "
-    "additional context or information."
+    "Please transcribe the text from the image word by word. Only include the words found in the image, "
+    "and avoid adding any additional context or information."
 )
 
 SEED_TYPES = {
@@ -47,7 +48,9 @@ HANDWRITTEN = "Handwritten Mathematical Expression Recognition"
 Row = dict[str, Any]
 Right = Callable[[Row], float]  # how right one row is, 0 to 1
 Score = Callable[[list[Row], list[float]], dict]  # all rows and how right each is -> metrics
-Trials = Callable[[list[Row], list[float]], list[tuple[float, Row]]]  # what the main metric is the mean of, each with a row of it
+Trials = Callable[
+    [list[Row], list[float]], list[tuple[float, Row]]
+]  # what the main metric is the mean of, each with a row of it
 
 
 # ---------------------------------------------------------------- is one row right?
@@ -175,13 +178,17 @@ def by_category(name: Callable[[Row], str] = lambda row: row["category"]) -> Sco
         for row, hit in zip(rows, right, strict=True):
             groups[name(row)].append(hit)
         out = {"accuracy": sum(right) / len(rows), "total_count": len(rows)}
-        return out | {key: {"accuracy": sum(hits) / len(hits), "total": len(hits)} for key, hits in groups.items()}
+        return out | {
+            key: {"accuracy": sum(hits) / len(hits), "total": len(hits)} for key, hits in groups.items()
+        }
 
     return score
 
 
 def circular(rows: list[Row], right: list[float]) -> dict:
-    """MMBench: `by_category` plus the fraction of questions right in every rotation (rows of one source_id)."""
+    """MMBench: `by_category` plus the fraction of questions right in every rotation (rows of one
+    source_id).
+    """
     out, whole = by_category()(rows, right), rotations(rows, right)
     out |= {"circular_accuracy": sum(hit for hit, _ in whole) / len(whole), "circular_count": len(whole)}
     for name in {row["category"] for _, row in whole}:
@@ -191,7 +198,9 @@ def circular(rows: list[Row], right: list[float]) -> dict:
 
 
 def rotations(rows: list[Row], right: list[float]) -> list[tuple[float, Row]]:
-    """MMBench's questions: right where every rotation is; with the last rotation of each, whose category counts."""
+    """MMBench's questions: right where every rotation is; with the last rotation of each, whose category
+    counts.
+    """
     hits, last = defaultdict(list), {}
     for row, hit in zip(rows, right, strict=True):
         hits[row["source_id"]].append(hit)
@@ -200,7 +209,9 @@ def rotations(rows: list[Row], right: list[float]) -> list[tuple[float, Row]]:
 
 
 def score_scienceqa(rows: list[Row], right: list[float]) -> dict:
-    """As the original: rows with an image count once under "is_multimodal" and once under their subject, so totals exceed the rows."""
+    """As the original: rows with an image count once under "is_multimodal" and once under their subject, so
+    totals exceed the rows.
+    """
     groups = defaultdict(list)
     for row, hit in zip(rows, right, strict=True):
         if row["type"]:
@@ -219,7 +230,9 @@ def multimodal(rows: list[Row], right: list[float]) -> list[tuple[float, Row]]:
 
 
 def score_mme(rows: list[Row], right: list[float]) -> dict:
-    """Per category 100 * (accuracy + fraction of consecutive pairs with both right); sums for Perception and Cognition."""
+    """Per category 100 * (accuracy + fraction of consecutive pairs with both right); sums for Perception and
+    Cognition.
+    """
     groups = defaultdict(list)
     for row, hit in zip(rows, right, strict=True):
         groups[row["category"]].append(hit)
@@ -241,8 +254,13 @@ def _of_right_pairs(hits: list[float]) -> int:
 
 
 def score_mmvp(rows: list[Row], right: list[float]) -> dict:
-    """Both questions of a pair (consecutive rows) count where both are right, else neither: 3 of 10 pairs are 6 of 20, 30 percent."""
-    return percent(rows, right) | {"correct": _of_right_pairs(right), "accuracy": 100 * _of_right_pairs(right) / len(rows)}
+    """Both questions of a pair (consecutive rows) count where both are right, else neither: 3 of 10 pairs are
+    6 of 20, 30 percent.
+    """
+    return percent(rows, right) | {
+        "correct": _of_right_pairs(right),
+        "accuracy": 100 * _of_right_pairs(right) / len(rows),
+    }
 
 
 def pairs(rows: list[Row], right: list[float]) -> list[tuple[float, Row]]:
@@ -256,14 +274,19 @@ def score_ocrbench(rows: list[Row], right: list[float]) -> dict:
     for row, hit in zip(rows, right, strict=True):
         groups[row["category"]].append(hit)
         groups["total_accuracy"].append(hit)
-    return {name: {"accuracy": 100 * sum(hits) / len(hits), "total": len(hits)} for name, hits in groups.items()}
+    return {
+        name: {"accuracy": 100 * sum(hits) / len(hits), "total": len(hits)} for name, hits in groups.items()
+    }
 
 
 def score_synthdog(rows: list[Row], right: list[float]) -> dict:
     """Percent of transcriptions within an edit distance of 0, 5, 10, 25, 50."""
     distances = [_distance(row) for row in rows]
     rate = {limit: 100 * sum(d <= limit for d in distances) / len(rows) for limit in (0, 5, 10, 25, 50)}
-    return {f"accuracy_edit_distance_{limit}": {"accuracy": value, "total": len(rows)} for limit, value in rate.items()}
+    return {
+        f"accuracy_edit_distance_{limit}": {"accuracy": value, "total": len(rows)}
+        for limit, value in rate.items()
+    }
 
 
 def score_vqa(rows: list[Row], right: list[float]) -> dict:
@@ -284,7 +307,9 @@ def submission(key: str, convert: Callable = str) -> Callable[[list[Row]], list[
 
 def submission_vizwiz(rows: list[Row]) -> list[dict]:
     """Test rows of VizWiz, for its server."""
-    return [{"image": row["image_id"], "answer": row["answer"].lower()} for row in rows if not _is_scored(row)]
+    return [
+        {"image": row["image_id"], "answer": row["answer"].lower()} for row in rows if not _is_scored(row)
+    ]
 
 
 def submission_mmvet(rows: list[Row]) -> dict[str, str]:
@@ -299,8 +324,9 @@ def submission_mmvet(rows: list[Row]) -> dict[str, str]:
 class Benchmark:
     """One benchmark: where its questions come from, what is asked, how answers become metrics.
 
-    ``n``: documents of a complete set (VizWiz: its val rows, or val and test). ``right`` is None where only others can score:
-    then ``submit`` makes the file that ``scored_by`` takes. ``needs``: fields of a document beside key and question.
+    ``n``: documents of a complete set (VizWiz: its val rows, or val and test). ``right`` is None where only
+    others can score: then ``submit`` makes the file that ``scored_by`` takes. ``needs``: fields of a document
+    beside key and question.
     """
 
     dataset: str
@@ -314,7 +340,9 @@ class Benchmark:
     main: str = "accuracy"
     trials: Trials | None = None  # None: every row is one trial
     needs: tuple[str, ...] = ("gt_answer",)
-    options: str | None = None  # what stands before the lettered options, where they are not in the question already
+    options: str | None = (
+        None  # what stands before the lettered options, where they are not in the question already
+    )
     hint: str = ""  # what stands between a document's hint and its question
     suffix_of: tuple[str, str] | None = None  # (a document's type, its own suffix)
     question: str = ""  # asked of every document instead of its own
@@ -335,24 +363,32 @@ _OCR = {"reduce": score_ocrbench, "main": "total_accuracy", "needs": ("gt_answer
 _RRC = {"right": None, "reduce": None, "main": "", "scored_by": "https://rrc.cvc.uab.es"}
 _VQA = {"right": _soft, "reduce": score_vqa, "trials": answered}
 
-# n: arXiv 2406.16860 Table 20 where it names one, else the split's own size. SEED-Bench counts its questions on one image, as the
-# original asks no others; BLINK the six subsets the original asks (Counting, IQ_Test, Object_Localization, Relative_Depth,
-# Relative_Reflectance, Spatial_Relation). ade, coco and omni are CV-Bench: its 2D score is the mean of the first two, 3D is omni.
+# n: arXiv 2406.16860 Table 20 where it names one, else the split's own size. SEED-Bench counts its questions
+# on one image, as the original asks no others; BLINK the six subsets the original asks (Counting, IQ_Test,
+# Object_Localization, Relative_Depth, Relative_Reflectance, Spatial_Relation). ade, coco and omni are
+# CV-Bench: its 2D score is the mean of the first two, 3D is omni.
 BENCHMARKS: dict[str, Benchmark] = {
     "gqa": Benchmark("lmms-lab/GQA", "testdev_balanced", 12578, WORD, 128, _exact),
     "vizwiz": Benchmark(
-        "lmms-lab/VizWiz-VQA", "val", (4319, 12319), UNANSWERABLE, 128, **_VQA, needs=("gt_answer", "category", "image_id"),
-        submit=submission_vizwiz, scored_by="the VizWiz challenge's server (test rows)",
+        "lmms-lab/VizWiz-VQA", "val", (4319, 12319), UNANSWERABLE, 128, **_VQA,
+        needs=("gt_answer", "category", "image_id"), submit=submission_vizwiz, scored_by="the VizWiz challenge's server (test rows)",
     ),
     "scienceqa": Benchmark(
-        "derek-thomas/ScienceQA", "test", 2017, LETTER_ONLY, 512, _scienceqa, score_scienceqa, "fraction", "multimodal_acc", multimodal,
-        needs=("gt_answer", "text_answer", "category", "type"), options="", hint=" ",
+        "derek-thomas/ScienceQA", "test", 2017, LETTER_ONLY, 512, _scienceqa, score_scienceqa, "fraction",
+        "multimodal_acc", multimodal, needs=("gt_answer", "text_answer", "category", "type"), options="", hint=" ",
     ),
-    "textvqa": Benchmark("lmms-lab/textvqa", "validation", 5000, WORD, 512, **_VQA, needs=("gt_answer", "ocr_tokens")),
+    "textvqa": Benchmark(
+        "lmms-lab/textvqa", "validation", 5000, WORD, 512, **_VQA, needs=("gt_answer", "ocr_tokens")
+    ),
     "pope": Benchmark("lmms-lab/POPE", "test", 9000, WORD, 128, _first_word),
-    "mme": Benchmark("lmms-lab/MME", "test", 2374, WORD, 32, _exact, score_mme, "points", "Perception", needs=("gt_answer", "category")),
+    "mme": Benchmark(
+        "lmms-lab/MME", "test", 2374, WORD, 32, _exact, score_mme, "points", "Perception",
+        needs=("gt_answer", "category"),
+    ),
     "mmbench_en": _letters("lmms-lab/MMBench_EN", "dev", 4377, _prediction(first_letter), **_CIRCULAR),
-    "mmbench_cn": Benchmark("lmms-lab/MMBench_CN", "dev", 4329, "请直接回答选项字母。", 128, _prediction(first_word), **_CIRCULAR),
+    "mmbench_cn": Benchmark(
+        "lmms-lab/MMBench_CN", "dev", 4329, "请直接回答选项字母。", 128, _prediction(first_word), **_CIRCULAR
+    ),
     "seed": _letters(
         "lmms-lab/SEED-Bench", "test", 14233, lettered("."),
         **_GROUPED | {"reduce": by_category(lambda r: SEED_TYPES[r["category"]]), "options": " Options:"},
@@ -363,7 +399,8 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "mmmu": _letters(
         "lmms-lab/MMMU", "validation", 900, _mmmu,
-        **_GROUPED | {"needs": ("gt_answer", "category", "type")}, options=" Options:", suffix_of=("open", WORD),
+        **_GROUPED | {"needs": ("gt_answer", "category", "type")},
+        options=" Options:", suffix_of=("open", WORD),
     ),
     "mathvista": Benchmark(
         "AI4Math/MathVista", "testmini", 1000, WORD, 512, _mathvista,
@@ -371,27 +408,38 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "ai2d": _letters("lmms-lab/ai2d", "test", 3088, _ai2d, options=""),
     "chartqa": Benchmark("lmms-lab/ChartQA", "test", 2500, NUMBER, 128, _chartqa),
-    "docvqa": Benchmark("lmms-lab/DocVQA", "test", 5188, SHORT, 128, **_RRC, needs=("questionId",), submit=submission("questionId", int)),
-    "infovqa": Benchmark("lmms-lab/DocVQA", "test", 3288, WORD, 128, **_RRC, needs=("questionId",), submit=submission("questionId", int)),
-    "stvqa": Benchmark("lmms-lab/ST-VQA", "test", 4070, WORD, 128, **_RRC, needs=("question_id",), submit=submission("question_id", int)),
+    "docvqa": Benchmark(
+        "lmms-lab/DocVQA", "test", 5188, SHORT, 128, **_RRC, needs=("questionId",), submit=submission("questionId", int)
+    ),
+    "infovqa": Benchmark(
+        "lmms-lab/DocVQA", "test", 3288, WORD, 128, **_RRC, needs=("questionId",), submit=submission("questionId", int)
+    ),
+    "stvqa": Benchmark(
+        "lmms-lab/ST-VQA", "test", 4070, WORD, 128, **_RRC, needs=("question_id",), submit=submission("question_id", int)
+    ),
     "ocrbench": Benchmark("echo840/OCRBench", "test", 1000, SHORT, 512, _ocr(exact=False), **_OCR),
     "ocrbench_exact": Benchmark("echo840/OCRBench", "test", 1000, SHORT, 512, _ocr(exact=True), **_OCR),
     "mmstar": Benchmark("Lin-Chen/MMStar", "val", 1500, LETTER_ONLY, 128, _first_word),
     "realworldqa": Benchmark("lmms-lab/RealWorldQA", "test", 765, "", 512, _realworldqa),
     "qbench": Benchmark(
         "teowu/LLVisionQA-QBench", "dev", 1495, LETTER_ONLY, 32, _before_period,
-        by_category(lambda r: QBENCH_TYPES[r["type"]]), "fraction", needs=("gt_answer", "type"), options=" Options:",
+        by_category(lambda r: QBENCH_TYPES[r["type"]]), "fraction",
+        needs=("gt_answer", "type"), options=" Options:",
     ),
     "blink": Benchmark("BLINK-Benchmark/BLINK", "val", 793, LETTER_ONLY, 32, _before_period_word, **_GROUPED),
     "mmvp": _letters(
-        "MMVP/MMVP", "test", 300, _mmvp, reduce=score_mmvp, trials=pairs, needs=("gt_answer", "text_options"), options=" Options:"
+        "MMVP/MMVP", "test", 300, _mmvp, reduce=score_mmvp, trials=pairs,
+        needs=("gt_answer", "text_options"), options=" Options:",
     ),
     "vstar": Benchmark("craigwu/vstar_bench", "test", 191, "", 32, lettered(".")),
     "ade": _letters("SaiCharithaAkula21/benchmark_ade_manual", "train", 633, lettered("."), **_GROUPED),
     "coco": _letters("SaiCharithaAkula21/benchmark_coco_filtered", "train", 805, lettered("."), **_GROUPED),
-    "omni": _letters("nyu-visionx/CV-Bench", "test, 3D", 1200, _omni, **_GROUPED | {"needs": ("gt_answer", "category", "options")}),
+    "omni": _letters(
+        "nyu-visionx/CV-Bench", "test, 3D", 1200, _omni,
+        **_GROUPED | {"needs": ("gt_answer", "category", "options")},
+    ),
     "synthdog": Benchmark(
-        "naver-clova-ix/synthdog-en", "validation", 500, "", 128, _transcribed, score_synthdog, main="accuracy_edit_distance_0",
-        question=TRANSCRIBE,
+        "naver-clova-ix/synthdog-en", "validation", 500, "", 128, _transcribed, score_synthdog,
+        main="accuracy_edit_distance_0", question=TRANSCRIBE,
     ),
 }  # fmt: skip

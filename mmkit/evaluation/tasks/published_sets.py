@@ -1,11 +1,14 @@
-"""Cambrian-1's benchmarks as tasks over documents on disk: ``$MMKIT_EVAL_DATA/NAME.jsonl`` (default ``data/eval``), pictures beside it.
+"""Cambrian-1's benchmarks as tasks over documents on disk: ``$MMKIT_EVAL_DATA/NAME.jsonl`` (default
+``data/eval``), pictures beside it.
 
-One JSON line a question: ``key``, ``image`` (a path from the file's folder; of a list the first, as in the originals; or absent),
-``question``, for multiple choice ``options``, where the set has one ``hint``, and the fields the scorer and the prompt need
-(`cambrian.Benchmark.needs`: ``gt_answer``, ``category``, TextVQA's ``ocr_tokens`` ...). Another number of lines than the complete
-split's, or a line without one of these fields, is an error. Prompts, decode lengths and scorers are those of `cambrian.BENCHMARKS`.
-Where the original only writes a file for a server or a judge (docvqa, infovqa, stvqa, mmvet; VizWiz's test rows), so does mmkit:
-``submission-NAME.json`` beside the results, and no score. Licences are the benchmarks' own; mmkit carries none of their files.
+One JSON line a question: ``key``, ``image`` (a path from the file's folder; of a list the first, as in the
+originals; or absent), ``question``, for multiple choice ``options``, where the set has one ``hint``, and the
+fields the scorer and the prompt need (`cambrian.Benchmark.needs`: ``gt_answer``, ``category``, TextVQA's
+``ocr_tokens`` ...). Another number of lines than the complete split's, or a line without one of these fields,
+is an error. Prompts, decode lengths and scorers are those of `cambrian.BENCHMARKS`. Where the original only
+writes a file for a server or a judge (docvqa, infovqa, stvqa, mmvet; VizWiz's test rows), so does mmkit:
+``submission-NAME.json`` beside the results, and no score. Licences are the benchmarks' own; mmkit carries
+none of their files.
 """
 
 from __future__ import annotations
@@ -52,8 +55,12 @@ def _read(name: str, path: Path, changed: int) -> tuple[Example, ...]:
         try:
             found.append(_example(name, json.loads(line), path.parent))
         except (ValueError, KeyError) as error:
-            needed = ", ".join(("key", *(() if BENCHMARKS[name].question else ("question",)), *BENCHMARKS[name].needs))
-            raise InputError(f"{path}, line {number}: {type(error).__name__} {error}; a line of {name} holds at least {needed}") from None
+            needed = ", ".join(
+                ("key", *(() if BENCHMARKS[name].question else ("question",)), *BENCHMARKS[name].needs)
+            )
+            raise InputError(
+                f"{path}, line {number}: {type(error).__name__} {error}; a line of {name} holds at least {needed}"
+            ) from None
     return tuple(found)
 
 
@@ -62,21 +69,28 @@ def _example(name: str, row: Mapping[str, Any], folder: Path) -> Example:
         row[field]  # a missing one is a KeyError now, not after hours of answering
     paths = row.get("image") or []
     images = tuple(ImageRef(folder / path) for path in ([paths] if isinstance(paths, str) else paths)[:1])
-    turns = (Turn("user", f"{IMAGE}\n" * len(images) + question_of(name, row)), Turn("assistant", str(row.get("gt_answer", ""))))
+    turns = (
+        Turn("user", f"{IMAGE}\n" * len(images) + question_of(name, row)),
+        Turn("assistant", str(row.get("gt_answer", ""))),
+    )
     return Example(str(row["key"]), images, turns, source=name, meta=dict(row))
 
 
 def question_of(name: str, row: Mapping[str, Any]) -> str:
-    """The question as the original asks it: hint, text, lettered options or OCR tokens, newline, the benchmark's suffix.
+    """The question as the original asks it: hint, text, lettered options or OCR tokens, newline, the
+    benchmark's suffix.
 
-    MMMU's "<image 1>" tags are dropped; MMMU's open questions and MathVista's multiple choice have a suffix of their own.
+    MMMU's "<image 1>" tags are dropped; MMMU's open questions and MathVista's multiple choice have a suffix
+    of their own.
     """
     bench = BENCHMARKS[name]
     asked = bench.question or row["question"]
     if bench.hint and row.get("hint") not in (None, "", "nan"):  # "nan": how MMBench writes none
         asked = row["hint"] + bench.hint + asked
     if bench.options is not None and row.get("options"):
-        asked += bench.options + "".join(f"\n{letter}. {text}" for letter, text in zip("ABCDEFGHI", row["options"], strict=False))
+        asked += bench.options + "".join(
+            f"\n{letter}. {text}" for letter, text in zip("ABCDEFGHI", row["options"], strict=False)
+        )
     if "ocr_tokens" in bench.needs:
         asked += "\nReference OCR tokens:" + ",".join(f" {token}" for token in row["ocr_tokens"])
     kind, own = bench.suffix_of or ("", "")
@@ -88,13 +102,20 @@ def question_of(name: str, row: Mapping[str, Any]) -> str:
 def process(name: str, example: Example, answer: str) -> Scores:
     """How right the answer is, 0 to 1; nothing where only others can score."""
     right = BENCHMARKS[name].right
-    return {} if right is None else {"correct": float(right(example.meta | {"answer": answer, "prediction": answer}))}
+    return (
+        {}
+        if right is None
+        else {"correct": float(right(example.meta | {"answer": answer, "prediction": answer}))}
+    )
 
 
 def joined(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict], list[float]]:
     """Rows as the original scorer reads them, documents' fields and answers, and how right each is."""
     by_key = {example.key: example.meta for example in documents(name)}
-    answered = [by_key[row["key"]] | {"answer": row["answer"], "prediction": row["answer"], "picture": row["picture"]} for row in rows]
+    answered = [
+        by_key[row["key"]] | {"answer": row["answer"], "prediction": row["answer"], "picture": row["picture"]}
+        for row in rows
+    ]
     return answered, [row["scores"].get("correct", 0.0) for row in rows]
 
 
@@ -125,7 +146,13 @@ def submission(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
 
 def _task(name: str) -> Task:
     bench = BENCHMARKS[name]
-    facts = {"source": bench.dataset, "split": bench.split, "suffix": bench.suffix, "options": bench.options, "hint": bench.hint}
+    facts = {
+        "source": bench.dataset,
+        "split": bench.split,
+        "suffix": bench.suffix,
+        "options": bench.options,
+        "hint": bench.hint,
+    }
     return Task(
         name=name,
         version=2,  # 1: other prompts for five sets, half of MMVP's score
@@ -141,7 +168,12 @@ def _task(name: str) -> Task:
         scored_by=bench.scored_by,
         shuffled_control=False,
         available=functools.partial(available, name),
-        facts=facts | {"suffix_of": bench.suffix_of, "question": bench.question, "asked": sorted({"ocr_tokens"} & set(bench.needs))},
+        facts=facts
+        | {
+            "suffix_of": bench.suffix_of,
+            "question": bench.question,
+            "asked": sorted({"ocr_tokens"} & set(bench.needs)),
+        },
     )
 
 

@@ -46,7 +46,7 @@ GROUND = Task(
     documents=functools.partial(pack_documents.by_picture, "regions", N, "ground"),
     process=ground,
     main_metric="iou",
-    # a box is 20 tokens where digits are tokens of their own; with words before it, or a second box, it was cut before its bracket
+    # a box is 20 tokens where digits are tokens of their own; words before it must not cut its bracket off
     decode=Decode(max_new_tokens=48),
     facts=FACTS,
 )
