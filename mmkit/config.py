@@ -311,7 +311,7 @@ class EvalConfig(Settings):
     tasks: tuple[str, ...] = ()
     limit: int | None = Field(None, gt=0)
     batch: int = Field(16, gt=0)
-    max_new_tokens: int = Field(16, gt=0)
+    max_new_tokens: int | None = Field(None, gt=0)  # of one answer; None = each task's own, as its original
 
 
 class RunConfig(Settings):

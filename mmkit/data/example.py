@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 IMAGE = "<image>"
 REGION = "<region>"
 REGION_FEATURE = "<region_fea>"
-_REGION_MARKER = re.compile(f"{re.escape(REGION)}|{re.escape(REGION_FEATURE)}")
+REGION_MARKER = re.compile(f"{re.escape(REGION)}|{re.escape(REGION_FEATURE)}")
 
 Role = Literal["system", "user", "assistant"]
 
@@ -132,7 +132,7 @@ def checked(example: Example) -> Example:
     text = "".join(turn.text for turn in example.turns)
     for what, markers, things in (
         ("image", text.count(IMAGE), len(example.images)),
-        ("region", len(_REGION_MARKER.findall(text)), len(example.regions)),
+        ("region", len(REGION_MARKER.findall(text)), len(example.regions)),
     ):
         if markers != things:
             raise BadRecord(

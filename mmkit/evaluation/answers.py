@@ -1,17 +1,16 @@
-"""How an answer is read out of generated text: the originals' rules, and stricter or more lenient readings named apart.
+"""How an answer is read out of generated text, by the originals' rules.
 
-Facts: the extractors of Cambrian-1's evaluation suite (cambrian-mllm/cambrian @ 539ffc3, ``eval/eval``), the M4C answer
-normaliser of VQA soft accuracy, and Ferret's parsing (apple/ml-ferret @ 3c9e5c9). All functions are pure.
+Facts: the extractors of Cambrian-1's evaluation suite (cambrian-mllm/cambrian @ 539ffc3, ``eval/eval``), the
+M4C answer normaliser of VQA soft accuracy, and Ferret's parsing (apple/ml-ferret @ 3c9e5c9). All functions
+are pure.
 """
 
 from __future__ import annotations
 
-import json
+import functools
 import re
 
 from mmkit.errors import InputError
-
-NOT_FOUND = ""  # what `choice_letter` returns when no single letter is named
 
 _NUMBER_WORDS = {word: str(i) for i, word in enumerate("zero one two three four five six seven eight nine ten".split())} | {"none": "0"}
 _ARTICLES = {"a", "an", "the"}
@@ -28,44 +27,29 @@ _CONTRACTIONS = {full[:i] + full[i + 1 :]: full for full in _FULL_FORMS for i, c
 
 
 def after_marker(text: str) -> str:
-    """Lower-cased text behind the last "answer is", else the last "answer:", stripped.
+    """Lower-cased text behind the last "answer is" and, in what follows that, behind the last "answer:",
+    stripped.
 
-    As in the originals, "the answer is: b" leaves ": b", which their letter rule then reads as ":"; `choice_letter` reads it right.
+    As in the originals, "the answer is: b" leaves ": b", which their letter rule then reads as ":".
     """
-    text = text.lower().strip()
-    marker = "answer is" if "answer is" in text else "answer:"
-    return text.rsplit(marker, 1)[-1].strip()
+    text = text.lower().rsplit("answer is", 1)[-1]
+    return text.rsplit("answer:", 1)[-1].strip()
 
 
 def first_letter(text: str, trailing: str = ".:,") -> str:
-    """The option letter as Cambrian's multiple-choice scorers read it (reference-models 1.14, X1; ``trailing="."`` is X1')."""
+    """The option letter as Cambrian's multiple-choice scorers read it; some strip ``trailing`` "." only."""
     text = after_marker(text).rstrip(trailing).lstrip("(").rstrip(")")
     return text[:1]
 
 
 def short_answer(text: str) -> str:
-    """The whole answer behind a marker without its final period (reference-models 1.14, X2)."""
+    """The whole answer behind a marker without its final period."""
     return after_marker(text).rstrip(".")
 
 
 def first_word(text: str, trailing: str = ".:,") -> str:
     """The first word, lower-cased, without trailing punctuation; an empty text stays empty."""
     return (text.lower().split() or [""])[0].rstrip(trailing)
-
-
-def choice_letter(text: str, letters: str = "ABCDE") -> str:
-    """The one option letter an answer names, or `NOT_FOUND`; two different letters without a marker are not found (U62).
-
-    "The correct answer is B. Here's why A fails" -> "B"; "A or B" -> not found.
-    """
-    found = re.search(rf"answer(?:\s+is)?\s*:?\s*\(?([{letters}])\b", text, re.IGNORECASE)
-    if found:
-        return found.group(1).upper()
-    named = set(re.findall(rf"(?<![A-Za-z'])([{letters}])(?![A-Za-z'])", text))
-    if len(named) == 1:
-        return named.pop()
-    bare = text.strip().rstrip(".:,)").lstrip("(")
-    return bare.upper() if len(bare) == 1 and bare.upper() in letters else NOT_FOUND
 
 
 # ---------------------------------------------------------------- numbers
@@ -80,25 +64,11 @@ def as_number(text: str) -> float | None:
 
 
 def within(answer: str, truth: str, relative: float = 0.05) -> bool:
-    """Both are numbers and differ by at most ``relative`` of the truth; 1.05 is within 5% of 1 in spite of its binary rounding."""
+    """Both are numbers and differ by at most ``relative`` of the truth; 1.05 is within 5% of 1 in spite of
+    its binary rounding.
+    """
     got, want = as_number(answer), as_number(truth)
     return got is not None and want is not None and abs(got - want) <= relative * abs(want) * (1 + 1e-9)
-
-
-def lenient_number(text: str) -> float | None:
-    """A number in the spellings strict metrics miss (U63): 977,633; $161,886; 27 percent; 1.4 billion; \\boxed{7}."""
-    if boxed := re.findall(r"\\boxed\{([^{}]*)\}", text):
-        text = boxed[-1]
-    scale = {"thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12}
-    found = re.fullmatch(r"\s*[$€£]?\s*(-?[\d,]*\.?\d+)\s*(%|percent|thousand|million|billion|trillion)?\s*\.?\s*", text.lower())
-    if not found:
-        return None
-    return float(found.group(1).replace(",", "")) * scale.get(found.group(2) or "", 1.0)
-
-
-def boxed_answers_differ(text: str) -> bool:
-    """Whether ``\\boxed{}`` occurs with different contents: the last one counts and the row is flagged."""
-    return len(set(re.findall(r"\\boxed\{([^{}]*)\}", text))) > 1
 
 
 # ---------------------------------------------------------------- VQA soft accuracy
@@ -126,6 +96,7 @@ def vqa_accuracy(answer: str, truths: list[str]) -> float:
     return sum(scores) / len(scores) if matches else 0.0
 
 
+@functools.lru_cache(maxsize=4096)
 def edit_distance(a: str, b: str) -> int:
     """Levenshtein distance of two texts."""
     row = list(range(len(b) + 1))
@@ -163,27 +134,6 @@ def _entity_before(text: str) -> str:
     return re.split(r"[.;:]", text)[-1].strip(" ,")
 
 
-def any_box(text: str) -> tuple[float, float, float, float] | None:
-    """The first box of an answer in any of its usual spellings: bare list, JSON list, fenced JSON, {"bbox": [...]} (U61)."""
-    fenced = re.search(r"```(?:json)?\s*(.*?)```", text, re.DOTALL)
-    body = fenced.group(1) if fenced else text
-    try:
-        found = _box_in(json.loads(body))
-    except ValueError:
-        found = None
-    if found is None:
-        match = re.search(r"[\[(]\s*" + r"\s*,\s*".join([r"(-?\d+(?:\.\d+)?)"] * 4) + r"\s*[\])]", text)
-        found = tuple(float(part) for part in match.groups()) if match else None
-    return found
-
-
-def _box_in(value) -> tuple[float, float, float, float] | None:
-    if isinstance(value, list) and len(value) == 4 and all(isinstance(v, int | float) for v in value):
-        return tuple(float(v) for v in value)
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return next((box for box in map(_box_in, inner) if box), None)
-
-
 def phrases_equal(a: str, b: str) -> bool:
     """Equal after lower-casing, dropping the marks , . and folding spaces (Ferret's Flickr30k matching)."""
     return _plain(a) == _plain(b)
@@ -194,14 +144,12 @@ def _plain(phrase: str) -> str:
 
 
 def without_negations(text: str) -> str:
-    """Text without its " not ..." and " no ..." phrases up to the next comma or period (Ferret's LVIS scorer)."""
-    return re.sub(r" (?:not|no) [^,.]*[,.]", "", text)
+    """Text without what stands between " not" or " no" and the next comma or period, both included (Ferret's
+    LVIS scorer).
 
-
-def box_iou(a, b) -> float:
-    """Intersection over union of two (x1, y1, x2, y2) boxes in the same frame."""
-    width = max(0.0, min(a[2], b[2]) - max(a[0], b[0]))
-    height = max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
-    shared = width * height
-    union = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - shared
-    return shared / union if union > 0 else 0.0
+    As in the original, first every " not", then every " no", also where they begin a longer word; one that no
+    comma or period follows stays. "a cup and no plate, really not." -> "a cup and really".
+    """
+    for word in ("not", "no"):
+        text = re.sub(rf"\s+{word}[^,.]*[,.]", "", text)
+    return text

@@ -1,12 +1,13 @@
-"""CLIP models on datasets that lie on disk or in a bucket, in the tar layout clip-benchmark publishes, and while they train.
+"""CLIP models on datasets that lie on disk or in a bucket, in the tar layout clip-benchmark publishes, and
+while they train.
 
-A set is a folder: ``classnames.txt``, ``test/nshards.txt``, ``test/0.tar`` ... with a picture and ``cls`` (or, for retrieval, ``txt``
-with one caption a line). A missing shard count, a missing shard or another number of documents than the published one is an error (U59).
+A set is a folder: ``classnames.txt``, ``test/nshards.txt``, ``test/0.tar`` ... with a picture and ``cls``
+(or, for retrieval, ``txt`` with one caption a line). A missing shard count, a missing shard or another number
+of documents than the published one is an error.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ from mmkit.data.images import open_image
 from mmkit.data.shards import ShardSource, open_shards
 from mmkit.errors import InputError
 from mmkit.evaluation import collections, retrieval, zero_shot
+from mmkit.evaluation.metrics import wilson
 from mmkit.evaluation.zero_shot import Share
 from mmkit.storage import Store
 
@@ -33,7 +35,9 @@ MAIN = ("acc1", "mean_average_precision", "image_retrieval_recall@5")  # the fir
 
 
 class TarSet(Sequence):
-    """(key, image (3, h, w), target) of one set, opened picture by picture; target is a class number, a list of them, or captions."""
+    """(key, image (3, h, w), target) of one set, opened picture by picture; target is a class number, a list
+    of them, or captions.
+    """
 
     def __init__(self, source: ShardSource, transform: Callable, target: Callable[[str], Any]):
         self.source, self.transform, self.target = source, transform, target
@@ -47,13 +51,17 @@ class TarSet(Sequence):
 
 
 def folder_of(name: str, root: str) -> str:
-    """Where a task's set lies: ``root`` with ``{dataset}`` filled in, or ``root/wds_NAME`` as clip-benchmark names its sets."""
+    """Where a task's set lies: ``root`` with ``{dataset}`` filled in, or ``root/wds_NAME`` as clip-benchmark
+    names its sets.
+    """
     slug = name.replace("/", "-")
     return root.format(dataset=slug) if "{dataset}" in root else f"{root.rstrip('/')}/wds_{slug}"
 
 
 def open_set(name: str, root: str, transform: Callable, limit_check: bool = True) -> tuple[TarSet, tuple[str, ...]]:
-    """The test documents of a task and its class names (none for retrieval). ValueError where the set is not complete."""
+    """The test documents of a task and its class names (none for retrieval). ValueError where the set is not
+    complete.
+    """
     task = collections.tasks()[collections.members(name)[0]]
     folder, classify = folder_of(name, root), task.kind == "zeroshot_classification"
     n_shards = int(_text(f"{folder}/test/nshards.txt", f"{name}: the number of shards is not known, so completeness cannot be checked"))
@@ -81,17 +89,16 @@ def _text(path: str, problem: str) -> str:
 
 
 def score(
-    name: str, root: str, towers: Towers, *, model: str, pretrained: str, batch: int = 64, share: Share = Share(), check: bool = True
-) -> dict:
-    """One task's result under clip-benchmark's keys. All processes call this; each gets the whole result."""
+    name: str, root: str, towers: Towers, *, batch: int = 64, share: Share = Share(), check: bool = True
+) -> dict[str, float]:
+    """One task's metrics under clip-benchmark's names. All processes call this; each gets all of them."""
     documents, names = open_set(name, root, towers.transform, check)
-    if names:
-        task = collections.zero_shot_task(name, names)
-        task = zero_shot.ZeroShotTask(name, names, task.templates, len(documents), task.multi_label)
-        metrics, _ = zero_shot.evaluate(towers.encode, towers.tokenize, task, documents, batch=batch, share=share)
-    else:
-        metrics = retrieval_scores(documents, towers, batch, share)
-    return collections.result(name, metrics, model=model, pretrained=pretrained)
+    if not names:
+        return retrieval_scores(documents, towers, batch, share)
+    task = collections.zero_shot_task(name, names)
+    task = zero_shot.ZeroShotTask(name, names, task.templates, len(documents), task.multi_label)
+    metrics, _ = zero_shot.evaluate(towers.encode, towers.tokenize, task, documents, batch=batch, share=share)
+    return metrics
 
 
 def retrieval_scores(documents: TarSet, towers: Towers, batch: int = 64, share: Share = Share()) -> dict[str, float]:
@@ -104,20 +111,10 @@ def retrieval_scores(documents: TarSet, towers: Towers, batch: int = 64, share: 
     return retrieval.benchmark_recall(image, text, owner, ks=RECALLS)
 
 
-def score_all(names: str | Iterable[str], root: str, towers: Towers, output: str, **options: Any) -> dict[str, dict]:
-    """Every task of collections or names; one JSON a task at ``output``, which holds ``{dataset}``. Returns task -> metrics."""
-    found = {}
-    for name in collections.members(names):
-        row = score(name, root, towers, **options)
-        found[name] = row["metrics"]
-        if options.get("share", Share()).rank == 0:
-            folder, _, file = output.format(dataset=name.replace("/", "_")).rpartition("/")
-            Store(folder or ".").write(file, json.dumps(row).encode())
-    return found
-
-
 def check_names(names: Iterable[str], present: bool = True) -> None:
-    """ConfigError for a name that is neither a demo task nor a set or collection, or (``present``) a set that is not on the disk."""
+    """ConfigError for a name that is neither a demo task nor a set or collection, or (``present``) a set that
+    is not on the disk.
+    """
     from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS
 
     for name in names:
@@ -132,12 +129,15 @@ def check_names(names: Iterable[str], present: bool = True) -> None:
 
 
 def check_metric(metric: str | None, names: Sequence[str]) -> None:
-    """ConfigError where ``metric``, a value to be watched in training, is of none of the tasks scored there (the demo's without names)."""
+    """ConfigError where ``metric``, a value to be watched in training, is of none of the tasks scored there
+    (the demo's without names).
+    """
     from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS
 
     if metric is None or not metric.startswith("eval_") or metric == "eval_loss":
         return
-    scored = [member for name in names or CLIP_TASKS for member in ((name,) if name in CLIP_TASKS else collections.members(name))]
+    scored = list(names or CLIP_TASKS)
+    scored += [member for name in names if name not in CLIP_TASKS for member in collections.members(name)]
     if not any(metric.startswith(f"eval_{task}_") for task in scored):
         near = nearest(metric, [f"eval_{task}" for task in scored])
         raise ConfigError(
@@ -152,7 +152,12 @@ def data_root() -> str:
 
 
 def results_of(names: Iterable[str], towers: Towers, *, batch: int = 64, share: Share = Share(), limit: int | None = None) -> list[Result]:
-    """Demo tasks, and sets or collections under `data_root` beside the two public ViT-L/14. All processes call this."""
+    """Demo tasks, and sets or collections under `data_root` beside the two public ViT-L/14. All processes
+    call this.
+
+    A collection whose average is published (VTAB, VTAB+, ImageNet robustness) has it as a result of its own
+    behind its sets.
+    """
     from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS
 
     found = []
@@ -162,7 +167,10 @@ def results_of(names: Iterable[str], towers: Towers, *, batch: int = 64, share: 
         elif limit is not None:
             raise ConfigError(f"evaluation.limit = {limit}: set {name!r} is scored whole or not at all; remove the limit")
         else:
-            found += [_result(member, towers, batch, share) for member in collections.members(name)]
+            sets = [_result(member, towers, batch, share) for member in collections.members(name)]
+            found += sets
+            if name in collections.COLLECTIONS and name != "retrieval":
+                found.append(_average(name, sets))
     return found
 
 
@@ -171,22 +179,46 @@ def _result(name: str, towers: Towers, batch: int, share: Share) -> Result:
     from mmkit.evaluation.task import hash_of
 
     begun, task = time.perf_counter(), collections.tasks()[name]
-    metrics = score(name, data_root(), towers, model="", pretrained="", batch=batch, share=share)["metrics"]
+    metrics = score(name, data_root(), towers, batch=batch, share=share)
     metrics = {key: value for key, value in metrics.items() if value is not None}
+    main = next(key for key in MAIN if key in metrics)
+    # of retrieval the captions are counted, several a picture and found or missed together: the pictures are
+    # the independent ones; an average precision is no fraction of documents
+    bounds = None if main == "mean_average_precision" else wilson(metrics[main], task.n)
     public = {"laion2b_l14": task.laion2b, "openai_l14": task.openai}
     spec = {"name": name, "version": 1, "source": "clip-benchmark's tar sets", "split": "test"}
     return Result(
-        name, spec, hash_of(spec), task.n, next(key for key in MAIN if key in metrics), metrics,
+        name, spec, hash_of(spec), task.n, main, metrics, interval=bounds, n_total=task.n,
         controls={key: {"metrics": dict(values), "groups": {}} for key, values in public.items()},
         seconds=time.perf_counter() - begun, versions=versions(),
     )  # fmt: skip
 
 
-def during_training(tokenizer: Callable, transforms: Sequence[Callable], names: Sequence[str] = (), batch: int = 64) -> Callable:
-    """An ``on_eval`` of `training.loop.train` that scores tasks (the demo's without ``names``, else as `results_of`) every
-    ``train.eval_every`` steps or epochs, shared over processes.
+def _average(name: str, sets: Sequence[Result]) -> Result:
+    """The published average of a collection: top-1 over its sets, each counting once; ``n`` is the number of
+    sets.
+    """
+    from mmkit.evaluation.runner import Result, versions
+    from mmkit.evaluation.task import hash_of
 
-    It calls the wrapped objective, so sharded weights are whole where they are used (U48).
+    rule = "mean of acc1, multi-label sets left out"
+    spec = {"name": name, "version": 1, "sets": [result.task for result in sets], "rule": rule}
+    controls = {}
+    for key in ("laion2b_l14", "openai_l14"):
+        public = {result.task: result.controls[key]["metrics"] for result in sets}
+        controls[key] = {"metrics": {"acc1": collections.average(public, name)}, "groups": {}}
+    ours = {"acc1": collections.average({result.task: result.metrics for result in sets}, name)}
+    n = len(sets)
+    return Result(
+        name, spec, hash_of(spec), n, "acc1", ours, controls=controls, n_total=n, versions=versions()
+    )
+
+
+def during_training(tokenizer: Callable, transforms: Sequence[Callable], names: Sequence[str] = (), batch: int = 64) -> Callable:
+    """An ``on_eval`` of `training.loop.train` that scores tasks (the demo's without ``names``, else as
+    `results_of`) every ``train.eval_every`` steps or epochs, shared over processes.
+
+    It calls the wrapped objective, so sharded weights are whole where they are used.
     """
     from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS, Towers
 

@@ -1,7 +1,7 @@
 """The collections CLIP models are compared on: VTAB (19), VTAB+ (36), ImageNet robustness (5), retrieval (3).
 
 Which tasks belong together, how many documents a complete one has, its prompts, and what ViT-L/14 reached on it
-(``clip_tasks.json`` beside this file, with sources). Results are written under clip-benchmark's JSON keys, so its tools read ours.
+(``clip_tasks.json`` beside this file, with sources). Metrics have clip-benchmark's names.
 Not here: the datasets themselves; their class names come with them.
 """
 
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import functools
 import json
-import shutil
-import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from mmkit.config import nearest
 from mmkit.errors import InputError
@@ -86,7 +84,7 @@ def zero_shot_task(name: str, class_names: Sequence[str] = ()) -> ZeroShotTask:
     return ZeroShotTask(name, names, templates(name), task.n, multi_label=name == MULTI_LABEL)
 
 
-def average(metrics_of: dict[str, dict[str, float]], collection: str, metric: str = "acc1") -> float:
+def average(metrics_of: Mapping[str, Mapping[str, float]], collection: str, metric: str = "acc1") -> float:
     """The collection's published average: the mean of ``metric`` over its tasks but the multi-label one, each counting once.
 
     ValueError naming the missing tasks: a mean over fewer is not comparable.
@@ -95,47 +93,6 @@ def average(metrics_of: dict[str, dict[str, float]], collection: str, metric: st
     if missing := [name for name in wanted if metrics_of.get(name, {}).get(metric) is None]:
         raise InputError(f"{collection}: {metric} of {len(missing)} of {len(wanted)} tasks is missing: {', '.join(missing)}")
     return sum(metrics_of[name][metric] for name in wanted) / len(wanted)
-
-
-def beside_published(metrics_of: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """One row a task and metric: ours, the LAION-2B and the OpenAI ViT-L/14; tasks never run have None."""
-    rows = []
-    for name, task in tasks().items():
-        ours = metrics_of.get(name, {})
-        for metric in dict.fromkeys((*task.laion2b, *task.openai, *(key for key in ours if isinstance(ours[key], float)))):
-            row = {"task": name, "metric": metric, "n": task.n, "ours": ours.get(metric)}
-            rows.append(row | {"laion2b_l14": task.laion2b.get(metric), "openai_l14": task.openai.get(metric)})
-    return rows
-
-
-def result(task: str, metrics: dict[str, Any], *, model: str, pretrained: str, kind: str | None = None, language: str = "en") -> dict:
-    """One result under clip-benchmark's keys: dataset, model, pretrained, task, metrics, language."""
-    kind = kind or tasks()[members(task)[0]].kind
-    return {"dataset": task, "model": model, "pretrained": pretrained, "task": kind, "metrics": dict(metrics), "language": language}
-
-
-def clip_benchmark(names: Iterable[str], *, model: str, weights: str, root: str, output: str, batch: int = 64, workers: int = 4) -> None:
-    """Runs clip-benchmark itself (optional extra) on an open_clip weights file; one JSON a task at ``output``, which may hold
-    ``{dataset}``. ``root`` is where its datasets lie, likewise; each needs at least ``workers`` shards. Raises RuntimeError with its
-    last lines when it fails."""
-    program = shutil.which("clip_benchmark")
-    if program is None:
-        raise InputError("clip-benchmark is not installed; pip install 'mmkit[clip-benchmark]'")
-    command = clip_benchmark_command(names, model=model, weights=weights, root=root, output=output, batch=batch, workers=workers)
-    done = subprocess.run([program, *command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if done.returncode:
-        raise RuntimeError(f"clip_benchmark ended with {done.returncode}:\n" + "\n".join(done.stdout.splitlines()[-20:]))
-
-
-def clip_benchmark_command(
-    names: Iterable[str], *, model: str, weights: str, root: str, output: str, batch: int = 64, workers: int = 4
-) -> list[str]:
-    """The arguments of `clip_benchmark`: tar datasets (``wds/``) of every task of ``names``."""
-    datasets = [f"wds/{name}" for name in members(names)]
-    return [
-        "eval", "--dataset", *datasets, "--dataset_root", root, "--model", model, "--pretrained", weights,
-        "--output", output, "--batch_size", str(batch), "--num_workers", str(workers), "--recall_k", "1", "5", "10",
-    ]  # fmt: skip
 
 
 @functools.cache

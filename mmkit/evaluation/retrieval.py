@@ -1,4 +1,4 @@
-"""Image-text retrieval in its two published readings, named apart, in memory O(N x chunk) (clip-training section 11; U57).
+"""Image-text retrieval in its two published readings, named apart, in memory O(N x chunk).
 
 `paired_recall` is what open_clip logs in training: one caption an image, R@1/5/10, mean and median rank. `benchmark_recall` is what
 papers report (COCO, Flickr): several captions an image, the nearest captions of an image count when ANY of them is its own.

@@ -1,9 +1,13 @@
-"""Runs tasks over a model: every document once, controls beside the score, results.json and one line a sample.
+"""Runs tasks over a model: every document once, controls beside the score, results.json and one line a
+sample.
 
-A score of generated answers stands beside three others from the same documents: the same model with the pictures shuffled
-between documents, the majority answer, and the most frequent training answer to the same question text. What the model does not
-gain over them it did not see. Processes share the documents out by number and join by key, so the scores of one process and of
-many are the same rows (U64).
+A score of generated answers stands beside three others from the same documents: the same model with the
+pictures shuffled between documents, the majority answer, and the most frequent training answer to the same
+question text. What the model does not gain over them it did not see. Processes share the documents out by
+number and join by key, so the scores of one process and of many are the same rows.
+
+A folder's results.json keeps every result: one is replaced only by another of the same task, spec and number
+of documents.
 """
 
 from __future__ import annotations
@@ -19,12 +23,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mmkit.data.example import REGION_MARKER, Example
 from mmkit.errors import InputError
-from mmkit.storage import Store
-from mmkit.data.example import Example
-from mmkit.evaluation.metrics import interval, majority, priors
-from mmkit.evaluation.task import Task
+from mmkit.evaluation.metrics import majority, priors
+from mmkit.evaluation.task import Task, Unit, differences
 from mmkit.evaluation.zero_shot import Share
+from mmkit.storage import Store
 
 log = logging.getLogger(__name__)
 Answer = Callable[[Sequence[Example], Any], list[str]]  # (requests, Decode) -> one generated text each
@@ -34,7 +38,12 @@ PACKAGES = ("torch", "transformers", "timm", "open_clip_torch", "peft")
 
 @dataclass(frozen=True)
 class Result:
-    """What one task gave: metrics overall and by group, the controls' metrics in the same form, and the rows."""
+    """What one task gave: metrics overall and by group, the controls' metrics in the same form, and the rows.
+
+    ``unit`` is that of the main metric and ``interval`` its 95% interval (low, high) in that unit, None where
+    it has none; groups hold theirs as ``low`` and ``high``. ``n`` of ``n_total`` documents were scored.
+    ``notes`` say what a reader must know.
+    """
 
     task: str
     spec: dict[str, Any]
@@ -44,14 +53,24 @@ class Result:
     metrics: dict[str, float]
     groups: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     controls: dict[str, dict[str, Any]] = field(default_factory=dict)
+    interval: tuple[float, float] | None = None
+    unit: Unit = "fraction"
+    n_total: int = 0
+    notes: tuple[str, ...] = ()
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
     rows: tuple[dict, ...] = ()
+    submission: Any = None
 
     @property
-    def score(self) -> float:
-        """The main metric."""
-        return self.metrics[self.main_metric]
+    def score(self) -> float | None:
+        """The main metric; None where only a server or a judge can score."""
+        return self.metrics.get(self.main_metric)
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What makes two results the same measurement: task, spec and number of documents."""
+        return (self.task, self.spec_hash, self.n)
 
 
 def evaluate(
@@ -66,20 +85,33 @@ def evaluate(
 ) -> Result:
     """Scores ``answer`` on the task's documents and its controls.
 
-    ValueError where the documents are not complete, or where processes together did not score each exactly once.
+    ValueError where the documents are not complete, or where processes together did not score each exactly
+    once.
     """
     started = time.perf_counter()
-    documents = task.checked_documents(limit)
+    everything = task.checked_documents()
+    documents = everything if limit is None else task.checked_documents(limit)
     targets = [target_of(example) for example in documents]
     rows = _scored(task, documents, documents, answer, batch, share, progress, "answers")
-    controls = {}
-    if task.shuffled_control and any(example.images for example in documents):
-        wrong = shuffled(documents, seed)
-        seen = _scored(task, wrong, documents, answer, batch, share, progress, "shuffled pictures")
-        controls["shuffled"] = summary(task, seen)
-        rows = [row | {"shuffled_answer": other["answer"]} for row, other in zip(rows, seen, strict=True)]
+    controls, notes, submission = {}, [], None
+    if len(documents) < len(everything):
+        notes.append(f"{task.name}: {len(documents)} of {len(everything)} documents")
+    if task.shuffled_control and (pictures := {example.images for example in documents if example.images}):
+        if len(pictures) > 1:
+            wrong = shuffled(documents, seed)
+            seen = _scored(task, wrong, documents, answer, batch, share, progress, "shuffled pictures")
+            controls["shuffled"] = summary(task, seen)
+            rows = [row | {"shuffled_answer": other["answer"]} for row, other in zip(rows, seen, strict=True)]
+        else:
+            notes.append(f"{task.name}: no control with shuffled pictures, all documents show one picture")
     if task.prior is not None:
         controls |= _blind_controls(task, documents, targets)
+    if task.submit and len(documents) == len(everything) and (submission := task.submit(rows)):
+        notes.append(f"{task.name}: submission-{task.name}.json is what {task.scored_by} scores")
+    elif task.submit and not task.main_metric:
+        notes.append(
+            f"{task.name}: {task.scored_by} scores complete sets only, so no submission file is written"
+        )
     return Result(
         task=task.name,
         spec=task.spec,
@@ -88,21 +120,33 @@ def evaluate(
         main_metric=task.main_metric,
         **summary(task, rows),
         controls=controls,
+        unit=task.unit,
+        n_total=len(everything),
+        notes=tuple(notes),
         seconds=time.perf_counter() - started,
         versions=versions(),
         rows=tuple(rows),
+        submission=submission,
     )
 
 
 def target_of(example: Example) -> str:
-    """The text a right answer has: ``meta["answer"]``, else the last assistant turn."""
+    """The text a right answer has: ``meta["answer"]``, else the last assistant turn, regions written as their
+    coordinates.
+    """
     if "answer" in example.meta:
         return str(example.meta["answer"])
-    return next((turn.text for turn in reversed(example.turns) if turn.role == "assistant"), "")
+    last = max((place for place, turn in enumerate(example.turns) if turn.role == "assistant"), default=None)
+    if last is None:
+        return ""
+    before = sum(len(REGION_MARKER.findall(turn.text)) for turn in example.turns[:last])
+    regions = iter(example.regions[before:])
+    return REGION_MARKER.sub(lambda marker: next(regions).text, example.turns[last].text)
 
 
 def shuffled(documents: Sequence[Example], seed: int = 0) -> list[Example]:
-    """The documents, each picture replaced by another document's: all questions of one picture get the same wrong one.
+    """The documents, each picture replaced by another document's: all questions of one picture get the same
+    wrong one.
 
     ValueError where all documents show one picture, which leaves nothing to shuffle.
     """
@@ -111,9 +155,14 @@ def shuffled(documents: Sequence[Example], seed: int = 0) -> list[Example]:
         raise InputError(f"{len(pictures)} different pictures cannot be shuffled; the control needs two")
     order = list(range(len(pictures)))
     random.Random(f"shuffled {seed}").shuffle(order)
-    following = {order[i]: order[(i + 1) % len(order)] for i in range(len(order))}  # one cycle: nobody keeps its own
+    following = {
+        order[i]: order[(i + 1) % len(order)] for i in range(len(order))
+    }  # one cycle: nobody keeps its own
     replacement = {picture: pictures[following[place]] for place, picture in enumerate(pictures)}
-    return [replace(example, images=replacement[example.images]) if example.images else example for example in documents]
+    return [
+        replace(example, images=replacement[example.images]) if example.images else example
+        for example in documents
+    ]
 
 
 def _scored(
@@ -141,36 +190,51 @@ def _scored(
 
 def sample_row(task: Task, example: Example, text: str) -> dict:
     """Everything known of one answered document, as JSON holds it."""
+    scores = task.process(example, text)
+    right = task.correctness(scores)
     return {
         "task": task.name,
         "key": example.key,
+        "picture": example.images[0].identity if example.images else example.key,
         "question": example.question,
         "answer": text,
         "target": target_of(example),
-        "scores": task.process(example, text),
+        "scores": scores,
+        "right": None if right is None else right >= 0.5,
         "meta": {name: example.meta[name] for name in task.groups if name in example.meta},
     }
 
 
 def summary(task: Task, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """``metrics`` of all rows and ``groups``: field -> value -> metrics of those rows, with their count n."""
+    """``metrics`` and ``interval`` of all rows and ``groups``: field -> value -> metrics of those rows, their
+    count n, low and high.
+    """
     groups: dict[str, dict] = {}
     for name in task.groups:
         members = defaultdict(list)
         for row in rows:
             if name in row["meta"]:
                 members[str(row["meta"][name])].append(row)
-        groups[name] = {value: task.aggregate(part) | {"n": len(part)} for value, part in sorted(members.items())}
-    return {"metrics": task.aggregate(rows), "groups": groups}
+        groups[name] = {}
+        for value, part in sorted(members.items()):
+            found = task.interval(part)
+            bounds = {} if found is None else {"low": found[0], "high": found[1]}
+            groups[name][value] = task.aggregate(part) | {"n": len(part)} | bounds
+    return {"metrics": task.aggregate(rows), "groups": groups, "interval": task.interval(rows)}
 
 
 def _blind_controls(task: Task, documents: Sequence[Example], targets: Sequence[str]) -> dict[str, dict]:
-    """Scores of two answerers that see no picture: the majority training answer, and the prior of each question text."""
+    """Scores of two answerers that see no picture: the majority training answer, and the prior of each
+    question text.
+    """
     training = task.prior()
     always = majority(answer for _, answer in training)
     by_question = priors(training)
     out = {}
-    for name, say in (("majority", lambda example: always), ("prior", lambda example: by_question.get(example.question, always))):
+    for name, say in (
+        ("majority", lambda example: always),
+        ("prior", lambda example: by_question.get(example.question, always)),
+    ):
         rows = [sample_row(task, example, say(example)) for example in documents]
         out[name] = summary(task, rows)
     return out
@@ -190,37 +254,129 @@ def versions() -> dict[str, str]:
 # ---------------------------------------------------------------- files
 
 
-def write_results(folder: str | Path, results: Sequence[Result], extra: Mapping[str, Any] | None = None) -> str:
-    """``results.json`` (all tasks) and ``samples.jsonl`` (a line a document) in ``folder``; each appears whole or not at all."""
+def write_results(
+    folder: str | Path, results: Sequence[Result], extra: Mapping[str, Any] | None = None
+) -> str:
+    """Adds ``results`` to ``results.json`` and ``samples.jsonl`` (a line a document) in ``folder``; each
+    appears whole or not at all.
+
+    ``extra`` is kept with each of them. A stored result of the same task, spec and number of documents is
+    replaced, all others stay. Files for servers and judges are ``submission-TASK.json``. Returns the path of
+    results.json.
+    """
     store = Store(folder)
-    tree = {result.task: {name: value for name, value in asdict(result).items() if name != "rows"} for result in results}
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for result in results for row in result.rows)
-    store.write("samples.jsonl", lines.encode())
-    store.write("results.json", json.dumps({"tasks": tree, **(extra or {})}, indent=1, ensure_ascii=False).encode())
+    replaced = {result.key for result in results}
+    kept = [tree for tree in read_results(folder)["results"] if _key(tree) not in replaced]
+    lines = [
+        json.dumps(row, ensure_ascii=False) for row in _read_samples(folder) if _key(row) not in replaced
+    ]
+    new = []
+    for result in results:
+        tree = {name: value for name, value in asdict(result).items() if name not in ("rows", "submission")}
+        new.append(tree | dict(extra or {}) | {"when": time.strftime("%Y-%m-%d %H:%M:%S")})
+        named = {"task": result.task, "spec_hash": result.spec_hash, "n": result.n}
+        lines += [json.dumps(named | row, ensure_ascii=False) for row in result.rows]
+        if result.submission:
+            store.write(
+                f"submission-{result.task}.json", json.dumps(result.submission, ensure_ascii=False).encode()
+            )
+    store.write("samples.jsonl", "".join(line + "\n" for line in lines).encode())
+    store.write("results.json", json.dumps({"results": kept + new}, indent=1, ensure_ascii=False).encode())
     return store.path("results.json")
 
 
 def read_results(path: str | Path) -> dict[str, Any]:
-    """The tree `write_results` wrote; ``path`` is the file or its folder."""
-    return json.loads(Store(str(path).removesuffix("/results.json")).read("results.json"))
+    """What `write_results` wrote, {"results": [one tree a result]}; none where nothing was. ``path`` is the
+    file or its folder.
+
+    Files of earlier versions, which held one result a task, are read in the same form. InputError where the
+    file is damaged.
+    """
+    store = Store(str(path).removesuffix("/results.json"))
+    if store.size("results.json") is None:
+        return {"results": []}
+    try:
+        stored = json.loads(store.read("results.json"))
+        if "tasks" in stored:  # of an earlier version: the headline is computed anew
+            shared = {name: stored[name] for name in ("export", "preset") if name in stored}
+            stored = {"results": [tree | shared for tree in stored["tasks"].values()]}
+        for tree in stored["results"]:
+            _key(tree)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{store.path('results.json')} cannot be read ({type(error).__name__}: {error}), so new results cannot be added to it; "
+            "move it away"
+        ) from None
+    return stored
+
+
+def _read_samples(folder: str | Path) -> list[dict[str, Any]]:
+    """The lines of samples.jsonl, each with the spec and number of its result, which files of earlier
+    versions had once a task.
+    """
+    store = Store(folder)
+    if store.size("samples.jsonl") is None:
+        return []
+    of_task = {
+        tree["task"]: {"spec_hash": tree["spec_hash"], "n": tree["n"]}
+        for tree in read_results(folder)["results"]
+    }
+    rows = [json.loads(line) for line in store.read("samples.jsonl").decode().splitlines() if line.strip()]
+    unknown = {"spec_hash": "", "n": 0}
+    return [row if "spec_hash" in row else of_task.get(row["task"], unknown) | row for row in rows]
+
+
+def _key(tree: Mapping[str, Any]) -> tuple[str, str, int]:
+    return (tree["task"], tree["spec_hash"], tree["n"])
+
+
+def compared(result: Result, stored: Sequence[Mapping[str, Any]]) -> Result:
+    """The result with a note for the last stored one of its task that has another spec: what differs, so that
+    nobody compares them.
+    """
+    spec = json.loads(json.dumps(result.spec, default=str))
+    others = [
+        tree for tree in stored if tree["task"] == result.task and tree["spec_hash"] != result.spec_hash
+    ]
+    if not others:
+        return result
+    lines = differences(spec, others[-1].get("spec", {}))
+    note = f"{result.task}: not comparable with the stored result of {others[-1]['n']:,} documents: {'; '.join(lines)}"
+    return replace(result, notes=(*result.notes, note))
 
 
 def table(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Rows for a table: task, group, n, the model's main metric with its 95% half width, and each control's."""
+    """Rows for a table: task, group, n, the main metric's name, score, unit and 95% interval (low, high), and
+    each control's score.
+    """
     lines = []
     for result in results:
-        name = result.main_metric
-        lines.append(_line(result, "all", result.n, result.metrics, {key: part["metrics"] for key, part in result.controls.items()}, name))
+        low, high = result.interval or (None, None)
+        overall = {key: part["metrics"] for key, part in result.controls.items()}
+        lines.append(_line(result, "all", result.n, result.metrics | {"low": low, "high": high}, overall))
         for kind, values in result.groups.items():
             for value, metrics in values.items():
-                controls = {key: part["groups"].get(kind, {}).get(value, {}) for key, part in result.controls.items()}
-                lines.append(_line(result, value, int(metrics["n"]), metrics, controls, name))
+                controls = {
+                    key: part["groups"].get(kind, {}).get(value, {}) for key, part in result.controls.items()
+                }
+                lines.append(_line(result, value, int(metrics["n"]), metrics, controls))
     return lines
 
 
-def _line(result: Result, group: str, n: int, metrics: Mapping, controls: Mapping[str, Mapping], name: str) -> dict[str, Any]:
-    score = metrics.get(name)
-    line = {"task": result.task, "group": group, "n": n, name: score, "+-": None if score is None else interval(score, n)}
-    return line | {key: part.get(name) for key, part in controls.items()}
-
-
+def _line(
+    result: Result, group: str, n: int, metrics: Mapping, controls: Mapping[str, Mapping]
+) -> dict[str, Any]:
+    name = result.main_metric
+    line = {
+        "task": result.task,
+        "group": group,
+        "n": n,
+        "metric": name,
+        "score": metrics.get(name),
+        "unit": result.unit if name else "",
+    }
+    return (
+        line
+        | {"low": metrics.get("low"), "high": metrics.get("high")}
+        | {key: part.get(name) for key, part in controls.items()}
+    )

@@ -1,13 +1,17 @@
-"""``mmkit eval`` and the 04 notebook: the newest export of a run, its tasks, one results folder, and the demo's headline numbers."""
+"""``mmkit eval`` and the 04 notebook: the newest export of a run, its tasks, one results folder, and the
+demo's headline numbers.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmkit.config import ClipConfig, ConfigError, RunConfig
-from mmkit.evaluation.runner import Progress, Result, evaluate, write_results
+from mmkit.evaluation.published import published_score
+from mmkit.evaluation.runner import Progress, Result, compared, evaluate, read_results, write_results
 from mmkit.evaluation.task import Task, find
 from mmkit.evaluation.zero_shot import Share
 from mmkit.storage import Store, fetched
@@ -16,12 +20,15 @@ log = logging.getLogger(__name__)
 
 
 def evaluate_run(run: RunConfig, *, share: Share = Share(), progress: Progress | None = None) -> list[Result]:
-    """Scores the run's export on every task of ``run.evaluation``, and writes results.json and samples.jsonl into its folder.
+    """Scores the run's export on every task of ``run.evaluation``, and adds them to results.json and
+    samples.jsonl in its folder.
 
-    ConfigError naming the command that makes a missing export, or the nearest task of an unknown one, before weights are read.
+    ConfigError naming the command that makes a missing export, or the nearest task of an unknown one, before
+    weights are read; InputError where the folder's results.json is damaged.
     """
     check_tasks(run)
     export = export_of(run)
+    stored = read_results(run.folder)["results"]
     from mmkit.models.build import image_transforms, tokenizer
     from mmkit.models.pretrained import from_pretrained
 
@@ -29,14 +36,24 @@ def evaluate_run(run: RunConfig, *, share: Share = Share(), progress: Progress |
     model.eval()
     words = fetched(export) / "tokenizer"
     made = tokenizer(config, words) if words.is_dir() else tokenizer(config)
-    results = evaluate_model(run, model, config, made, image_transforms(config), share=share, progress=progress)
+    results = evaluate_model(
+        run, model, config, made, image_transforms(config), share=share, progress=progress
+    )
+    results = [compared(result, stored) for result in results]
     if share.rank == 0:
-        write_results(run.folder, results, {"export": export, "preset": run.preset, "headline": headline(results)})
+        write_results(run.folder, results, {"export": export, "preset": run.preset})
     return results
 
 
 def evaluate_model(
-    run: RunConfig, model, config, tokenizer, transforms, *, share: Share = Share(), progress: Progress | None = None
+    run: RunConfig,
+    model,
+    config,
+    tokenizer,
+    transforms,
+    *,
+    share: Share = Share(),
+    progress: Progress | None = None,
 ) -> list[Result]:
     """The same for a model at hand; nothing is written."""
     settings = run.evaluation
@@ -50,10 +67,28 @@ def evaluate_model(
     from mmkit.evaluation.tasks.table import TASKS
 
     answer = VlmAnswerer(model, config, tokenizer, transforms, run.train.precision)
-    chosen = [find(name, TASKS) for name in settings.tasks]
-    return [
-        evaluate(task, answer, batch=settings.batch, limit=settings.limit, share=share, seed=run.seed, progress=progress) for task in chosen
-    ]
+    results = []
+    for name in settings.tasks:
+        task = find(name, TASKS)
+        if settings.max_new_tokens is not None:
+            task = dataclasses.replace(
+                task, decode=dataclasses.replace(task.decode, max_new_tokens=settings.max_new_tokens)
+            )
+        result = evaluate(
+            task,
+            answer,
+            batch=settings.batch,
+            limit=settings.limit,
+            share=share,
+            seed=run.seed,
+            progress=progress,
+        )
+        known = published_score(run.preset, name, result.unit)
+        beside = (
+            {} if known is None else {"published": {"metrics": {result.main_metric: known}, "groups": {}}}
+        )
+        results.append(dataclasses.replace(result, controls=result.controls | beside))
+    return results
 
 
 def check_tasks(run: RunConfig) -> None:
@@ -64,6 +99,11 @@ def check_tasks(run: RunConfig) -> None:
     if not run.evaluation.tasks:
         raise ConfigError(f"evaluation.tasks of {run.preset!r} is empty; name at least one task")
     if isinstance(run.model, ClipConfig):
+        if run.evaluation.max_new_tokens is not None:
+            raise ConfigError(
+                f"evaluation.max_new_tokens = {run.evaluation.max_new_tokens}: {run.preset!r} is contrastive and generates "
+                "no text; remove it"
+            )
         return check_names(run.evaluation.tasks, present=not run.dry_run)
     for name in run.evaluation.tasks:
         task = find(name, TASKS)
@@ -72,11 +112,15 @@ def check_tasks(run: RunConfig) -> None:
 
 
 def export_of(run: RunConfig) -> str:
-    """The export to score: ``start_from``, else the finetune stage's, else the pretrain stage's of the same preset and name."""
+    """The export to score: ``start_from``, else the finetune stage's, else the pretrain stage's of the same
+    preset and name.
+    """
     if run.start_from:
         folders = [run.start_from.rstrip("/")]
     else:
-        folders = [f"{run.root.rstrip('/')}/{run.preset}/{stage}/{run.name}" for stage in ("finetune", "pretrain")]
+        folders = [
+            f"{run.root.rstrip('/')}/{run.preset}/{stage}/{run.name}" for stage in ("finetune", "pretrain")
+        ]
     for folder in folders:
         for candidate in (f"{folder}/export", folder):
             if Store(candidate).size("config.json") is not None:
@@ -109,10 +153,19 @@ HEADLINES: Mapping[str, tuple[str, ...]] = {
 
 
 def headline(results: Sequence[Result]) -> dict[str, float]:
-    """The named numbers that ``make demo`` collects, as far as these results hold them."""
+    """The numbers that ``make demo`` collects, as far as these results hold them, and every other task's
+    score named with its unit.
+    """
     by_task = {result.task: vars(result) for result in results}
     found = {name: _at(by_task, path) for name, path in HEADLINES.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    named = {path[0] for path in HEADLINES.values()}
+    others = {
+        f"{result.task}_{result.main_metric}"
+        + ("" if result.unit == "fraction" else f"_{result.unit}"): result.score
+        for result in results
+        if result.task not in named
+    }
+    return {name: value for name, value in (found | others).items() if value is not None}
 
 
 def _at(tree: Any, path: Sequence[str]) -> float | None:

@@ -1,7 +1,9 @@
-"""Zero-shot classification with prompt ensembles (CLIP section 3.1): names x templates -> a classifier of norm-1 columns -> top-k.
+"""Zero-shot classification with prompt ensembles (CLIP section 3.1): names x templates -> a classifier of
+norm-1 columns -> top-k.
 
-A task carries its own names and templates as tuples: nothing here is a mutable table that one task could leave changed for the
-next (U60). Documents are shared out over processes and joined by number, so any number of processes scores each exactly once (U64).
+A task carries its own names and templates as tuples: nothing here is a mutable table that one task could
+leave changed for the next. Documents are shared out over processes and joined by number, so any number of
+processes scores each exactly once.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ Encode = Callable[[dict[str, Tensor]], dict[str, Tensor]]  # a batch of one towe
 
 @dataclass(frozen=True)
 class ZeroShotTask:
-    """What is classified: class names, templates with ``{}`` or ``{c}`` for the name, how many documents a complete set has."""
+    """What is classified: class names, templates with ``{}`` or ``{c}`` for the name, how many documents a
+    complete set has.
+    """
 
     name: str
     names: tuple[str, ...]
@@ -52,7 +56,8 @@ def imagenet(short: bool = False) -> ZeroShotTask:
 
 @dataclass(frozen=True)
 class Share:
-    """Which documents a process scores, and how results of all processes come together; the default is one process.
+    """Which documents a process scores, and how results of all processes come together; the default is one
+    process.
 
     ``all_objects`` returns every process's object in the order of ranks (`Backend.all_objects`).
     """
@@ -62,8 +67,8 @@ class Share:
     all_objects: Callable[[Any], list[Any]] = field(default=lambda value: [value])
 
     def numbers(self, n: int, batch: int) -> list[list[tuple[int, bool]]]:
-        """Batches of (document number, counts): equally many and equally large on every process, filled up with repeats that do
-        not count, since every process must call a sharded model equally often."""
+        """Batches of (document number, counts): equally many and equally large on every process, filled up
+        with repeats that do not count, since every process must call a sharded model equally often."""
         n_batches = math.ceil(n / (self.world * batch))
         mine = list(range(self.rank, n, self.world))
         padded = [(i, True) for i in mine] + [(0, False)] * (n_batches * batch - len(mine))
@@ -79,7 +84,9 @@ class Share:
 
 @torch.no_grad()
 def classifier(encode: Encode, tokenize: Callable[[list[str]], Tensor], task: ZeroShotTask, classes_per_batch: int = 10) -> Tensor:
-    """(D, C): for each class the mean of its prompts' norm-1 features, of norm 1 again. Batches have one shape."""
+    """(D, C): for each class the mean of its prompts' norm-1 features, of norm 1 again. Batches have one
+    shape.
+    """
     columns = []
     for start in range(0, len(task.names), classes_per_batch):
         names = list(task.names[start : start + classes_per_batch])
@@ -102,9 +109,11 @@ def evaluate(
     share: Share = Share(),
     limit: int | None = None,
 ) -> tuple[dict[str, float | None], list[dict]]:
-    """Metrics and one row a document. ``documents[i]`` is (key, image (3, h, w), class number or a list of them).
+    """Metrics and one row a document. ``documents[i]`` is (key, image (3, h, w), class number or a list of
+    them).
 
-    ValueError where a complete set has another number of documents (U59); ``limit`` scores the first ones and says so in each row.
+    ValueError where a complete set has another number of documents; ``limit`` scores the first ones and says
+    so in each row.
     """
     n = _checked_count(task.name, len(documents), task.n_expected, limit)
     weights = classifier(encode, tokenize, task)
@@ -134,7 +143,9 @@ def _row(scores: Tensor, target: Any, multi_label: bool) -> dict:
 
 
 def class_scores(rows: Sequence[dict], n_classes: int) -> dict[str, float | None]:
-    """acc1, acc5 (None below five classes) and the mean over classes of each class's recall, under clip-benchmark's keys."""
+    """acc1, acc5 (None below five classes) and the mean over classes of each class's recall, under
+    clip-benchmark's keys.
+    """
     right = torch.tensor([row["top5"][0] == row["target"] for row in rows], dtype=torch.float64)
     target = torch.tensor([row["target"] for row in rows])
     recalls = [right[target == c].mean() for c in target.unique()]
@@ -143,7 +154,9 @@ def class_scores(rows: Sequence[dict], n_classes: int) -> dict[str, float | None
 
 
 def multi_label_scores(rows: Sequence[dict]) -> dict[str, float | None]:
-    """Mean over classes of the average precision (rows in the order of score); classes that never occur do not count."""
+    """Mean over classes of the average precision (rows in the order of score); classes that never occur do
+    not count.
+    """
     scores = torch.tensor([row["scores"] for row in rows], dtype=torch.float64)  # (N, C)
     truth = torch.zeros_like(scores, dtype=torch.bool)
     for i, row in enumerate(rows):
@@ -159,7 +172,9 @@ def multi_label_scores(rows: Sequence[dict]) -> dict[str, float | None]:
 def features_of(
     encode: Encode, kind: str, load: Callable[[int], Tensor], n: int, *, batch: int = 64, share: Share = Share()
 ) -> Tensor:
-    """Norm-1 features (n, D) of ``load(i)`` for every i, on every process; ``kind`` is ``image`` or ``text``."""
+    """Norm-1 features (n, D) of ``load(i)`` for every i, on every process; ``kind`` is ``image`` or
+    ``text``.
+    """
     rows: dict[int, Tensor] = {}
     for numbers in share.numbers(n, batch):
         out = encode({kind: torch.stack([load(i) for i, _ in numbers])})[f"{kind}_features"]

@@ -20,14 +20,19 @@ CONTROLS = {
     "prior": "best answer to the question alone",
     "majority": "majority answer",
     "chance": "chance",
+    "published": "published model of this preset",
+    "laion2b_l14": "LAION-2B ViT-L/14",
+    "openai_l14": "OpenAI ViT-L/14",
 }
 
 
 def curves(runs: str | Path | Mapping[str, str | Path], smooth: int = 0, name: str = "training") -> Drawn:
-    """Loss (dots: of held-out data), gradient norm and learning rate over steps of one run folder, or of several by label.
+    """Loss (dots: of held-out data), gradient norm and learning rate over steps of one run folder, or of
+    several by label.
 
-    ``smooth`` steps are averaged for the thick line (0 = a twentieth of the run). Where a run's batch was changed, which numbers its
-    steps anew, all are drawn over samples instead. ConfigError where a folder has no metrics yet.
+    ``smooth`` steps are averaged for the thick line (0 = a twentieth of the run). Where a run's batch was
+    changed, which numbers its steps anew, all are drawn over samples instead. ConfigError where a folder has
+    no metrics yet.
     """
     folders = runs if isinstance(runs, Mapping) else {"/".join(str(runs).split("/")[-3:-1]): runs}
     table = pd.concat([_metrics(label, folder) for label, folder in folders.items()], ignore_index=True)
@@ -54,7 +59,9 @@ def training(result: Launched) -> Drawn | None:
 
 
 def stages(run: RunConfig) -> Drawn | None:
-    """The curves of all stages of this run's model and name that were trained here; None, with a hint in print, where there are none."""
+    """The curves of all stages of this run's model and name that were trained here; None, with a hint in
+    print, where there are none.
+    """
     folders = {stage: f"{run.root}/{run.preset}/{stage}/{run.name}" for stage in ("pretrain", "finetune")}
     there = {stage: folder for stage, folder in folders.items() if read_metrics(folder)}
     if not there:
@@ -79,42 +86,74 @@ def _number(value: Any) -> float:
 
 
 def scores(rows: Sequence[Mapping[str, Any]], name: str = "scores") -> Drawn:
-    """Bars of each task's and group's score beside its controls; ``rows`` is the table of results (`evaluation.runner.table`)."""
-    table = pd.DataFrame(list(rows))
-    metric = next((column for column in table if column not in ("task", "group", "n", "+-", *CONTROLS)), None)
-    if metric is None or table.empty:
+    """Bars of each task's and group's score beside its controls, with 95% intervals; ``rows`` as
+    `evaluation.runner.table` gives them.
+
+    Fractions and percent share a panel in percent, points have their own; the saved table keeps each score's
+    own unit.
+    """
+    table = pd.DataFrame([row for row in rows if row.get("score") is not None])
+    if table.empty:
         raise ConfigError("there is no score to draw; run the evaluation first")
-    table["score"] = table.drop(columns=["task", "group", "n", "+-", *CONTROLS], errors="ignore").bfill(axis=1).iloc[:, 0].astype(float)
     shown = [control for control in CONTROLS if control in table and table[control].notna().any()]
-    figure, axis = blank(max(6.0, 0.9 * len(table) + 2), 4.0)
-    width = 0.8 / (len(shown) + 1)
-    places = range(len(table))
-    half = table["+-"].astype(float) if "+-" in table else None
-    axis.bar(places, table["score"], width, yerr=half, label="model", color="C0", capsize=2)
-    for number, control in enumerate(shown, 1):
-        offset = [place + number * width for place in places]
-        axis.bar(
-            offset, table[control].astype(float), width, label=CONTROLS[control], color="0.75" if control == "majority" else f"C{number}"
-        )
-    labels = [f"{row.task}\n{row.group} (n={row.n:,})" for row in table.itertuples()]
-    axis.set_xticks([place + 0.4 - width / 2 for place in places], labels, fontsize=8)
-    axis.set(ylabel=metric, ylim=(0, max(1.0, float(table["score"].max()) * 1.05)))
-    axis.legend(fontsize=8)
-    axis.grid(axis="y", alpha=0.25)
+    in_points = table["unit"] == "points"
+    panels = [(table[~in_points], "%"), (table[in_points], "points")]
+    panels = [(part, label) for part, label in panels if len(part)]
+    widths = [len(part) + 1 for part, _ in panels]
+    wide = max(6.0, 0.9 * sum(widths) + 2)
+    figure, axes = blank(wide, 4.0, columns=len(panels), squeeze=False, width_ratios=widths)
+    for axis, (part, label) in zip(axes[0], panels, strict=True):
+        _score_bars(axis, part, shown)
+        metrics = ", ".join(dict.fromkeys(part["metric"]))
+        axis.set(ylabel=f"{metrics} ({label})")
+    # above the panel: inside it would hide bars
+    axes[0][0].legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
     return Drawn(name, figure, table, "results.json of this run")
 
 
+def _score_bars(axis: Any, part: pd.DataFrame, shown: Sequence[str]) -> None:
+    scale = part["unit"].map({"fraction": 100.0}).fillna(1.0)
+    score = part["score"].astype(float) * scale
+    below, above = (part["score"] - part["low"]).astype(float), (part["high"] - part["score"]).astype(float)
+    # without an interval NaN, which draws no line
+    half = [(side * scale).clip(lower=0) for side in (below, above)]
+    width, places = 0.8 / (len(shown) + 1), range(len(part))
+    axis.bar(places, score, width, yerr=half, label="model", color="C0", capsize=2)
+    for number, control in enumerate(shown, 1):
+        offset = [place + number * width for place in places]
+        colour = "0.75" if control == "majority" else f"C{number}"
+        axis.bar(offset, part[control].astype(float) * scale, width, label=CONTROLS[control], color=colour)
+    labels = [f"{row.task}\n{row.group} (n={row.n:,})" for row in part.itertuples()]
+    axis.set_xticks([place + 0.4 - width / 2 for place in places], labels, fontsize=8)
+    if (part["unit"] != "points").all():
+        axis.set_ylim(0, 105)
+    axis.grid(axis="y", alpha=0.25)
+
+
 def scores_of(scored: Any) -> Drawn | None:
-    """The bars of an evaluation (`notebook.scoring.Scored`); None after a dry run."""
-    return scores(scored.rows) if scored.rows else None
+    """The bars of an evaluation (`notebook.scoring.Scored`); None after a dry run, and where nothing was
+    scored here.
+    """
+    if not any(row["score"] is not None for row in scored.rows):
+        return None
+    return scores(scored.rows, f"scores{scored.suffix}")
 
 
 def answers_of(scored: Any, count: int) -> Drawn | None:
-    """Some answers of an evaluation under their pictures, taken from every task in turn; None where no text was generated."""
-    rows = [[row for row in result.rows if "answer" in row and row["key"] in scored.documents] for result in scored.results]
-    each = -(-count // max(len(rows), 1))
-    chosen = [row for part in rows for row in part[:: max(len(part) // each, 1)][:each]]
-    return draw_answers(chosen, scored.documents, count=count) if chosen else None
+    """``count`` answers of an evaluation under their pictures, some of every task; None where no text was
+    generated.
+
+    Tasks take turns, so that with fewer answers than tasks the first ones have one each; a task's are spread
+    over its documents.
+    """
+    there = scored.documents
+    found = [[row for row in result.rows if (row["task"], row["key"]) in there] for result in scored.results]
+    found = [part for part in found if part]
+    chosen = []
+    for place, part in enumerate(found):
+        wanted = min(len(range(place, count, len(found))), len(part))
+        chosen += [part[i * len(part) // wanted] for i in range(wanted)]
+    return draw_answers(chosen, scored.documents, name=f"answers{scored.suffix}") if chosen else None
 
 
 def mixture(lines: Sequence[Mapping[str, Any]], name: str = "mixture") -> Drawn:
@@ -146,7 +185,9 @@ def shares(rows: Sequence[Mapping[str, Any]], name: str = "shares") -> Drawn:
 
 
 def lengths(counted: Mapping[str, Sequence[int]], limit: int, name: str = "lengths") -> Drawn:
-    """How long the conversations of each source are in tokens, pictures included, and where the row limit lies."""
+    """How long the conversations of each source are in tokens, pictures included, and where the row limit
+    lies.
+    """
     table = pd.DataFrame([{"source": source, "tokens": count} for source, counts in counted.items() for count in counts])
     figure, axis = blank(8.0, 3.6)
     for source, part in table.groupby("source", sort=False):

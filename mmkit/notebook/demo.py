@@ -17,6 +17,7 @@ from mmkit.config import load
 from mmkit.notebook.parameters import workspace
 from mmkit.notebook.record import read_record
 from mmkit.notebook.runner import Outcome, find_notebook, run_notebook
+from mmkit.notebook.scoring import suffix_of
 from mmkit.notebook.tables import text
 
 
@@ -81,9 +82,11 @@ def _run_step(step: Step, base: Path, more: dict[str, Any]) -> tuple[Outcome, di
     parameters = {**step.parameters, **more, "root": str(base)}
     output = base / "notebooks" / f"{step.notebook}-{step.parameters['model']}.ipynb"
     outcome = run_notebook(find_notebook(f"{step.notebook}.ipynb"), output, parameters)
-    name = {"name": more["name"]} if "name" in more else {}
-    run = load(step.parameters["model"], step.stage, {"root": str(base), **name})
-    found = {} if outcome.code else read_record(step.notebook, run)
+    known = {"name": "name", "tasks": "evaluation.tasks", "limit": "evaluation.limit"}
+    asked = {known[key]: value for key, value in more.items() if key in known and value}
+    run = load(step.parameters["model"], step.stage, {"root": str(base), **asked})
+    suffix = suffix_of(run) if step.notebook == "04_eval" else ""
+    found = {} if outcome.code else read_record(f"{step.notebook}{suffix}", run)
     if found:
         print(text([{"result": name, "value": value} for name, value in {**found["results"], **found["figures"]}.items()]))
     return outcome, found.get("results", {})

@@ -1,25 +1,36 @@
-"""What the evaluation notebook and ``mmkit eval`` show: scores beside their controls, headline numbers, documents for pictures."""
+"""What the evaluation notebook and ``mmkit eval`` show: scores beside their controls, headline numbers,
+documents for pictures.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import re
 from collections.abc import Mapping
+from html import escape
 from typing import Any
 
-from mmkit.config import RunConfig
+from mmkit.config import RunConfig, load
 from mmkit.notebook.progress import Progress
 from mmkit.notebook.tables import html, text
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """Results of one evaluation, their table and headline, and the documents by key for pictures of answers."""
+    """Results of one evaluation, their table and headline, and the documents by (task, key) for pictures of
+    answers.
+
+    ``suffix`` is "" for the preset's own tasks in full, else what tells this evaluation from it: figures and
+    records are named by it.
+    """
 
     run: RunConfig
     results: tuple[Any, ...] = ()
     rows: tuple[dict[str, Any], ...] = ()
     headline: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    documents: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    documents: Mapping[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
+    suffix: str = ""
 
     def numbers(self) -> dict[str, Any]:
         """What a notebook records: the headline, and how many documents each task had."""
@@ -32,19 +43,28 @@ class Scored:
             return f"dry run: would score {', '.join(self.run.evaluation.tasks)}"
         return f"{self.run.preset}/{self.run.name}; results.json and samples.jsonl in {self.run.folder}"
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the table must know: incomplete sets, controls left out, files for servers, other
+        specs.
+        """
+        return tuple(note for result in self.results for note in result.notes)
+
     def _repr_html_(self) -> str:
-        return html(list(self.rows), self.title())
+        return html(list(self.rows), self.title()) + "".join(f"<p>{escape(note)}</p>" for note in self.notes)
 
     def __str__(self) -> str:
-        return f"{self.title()}\n{text(list(self.rows))}"
+        return "\n".join((self.title(), text(list(self.rows)), *self.notes))
 
     __repr__ = __str__
 
 
 def score(run: RunConfig) -> Scored:
-    """Scores the newest export of the run's model and name, or ``run.start_from``, on ``run.evaluation.tasks``.
+    """Scores the newest export of the run's model and name, or ``run.start_from``, on
+    ``run.evaluation.tasks``.
 
-    ConfigError for an unknown task, or where there is no export, with the command that makes one. A dry run checks the tasks alone.
+    ConfigError for an unknown task, or where there is no export, with the command that makes one. A dry run
+    checks the tasks alone.
     """
     from mmkit.evaluation.runner import table
     from mmkit.evaluation.scoring import check_tasks, evaluate_run, headline
@@ -54,7 +74,20 @@ def score(run: RunConfig) -> Scored:
         return Scored(run)
     with Progress(1, "scoring") as progress:
         results = evaluate_run(run, progress=lambda what, done, of: _tell(progress, what, done, of))
-    return Scored(run, tuple(results), tuple(table(results)), headline(results), _documents(run, results))
+    return Scored(
+        run, tuple(results), tuple(table(results)), headline(results), _documents(results), suffix_of(run)
+    )
+
+
+def suffix_of(run: RunConfig) -> str:
+    """What the names of figures and records of this evaluation end in: "" for the preset's own, so that a
+    limited one, or one of other tasks, does not replace them: "-charts-limit20"."""
+    own, here = load(run.preset, "eval").evaluation, run.evaluation
+    parts = ["+".join(here.tasks)] if here.tasks != own.tasks else []
+    parts += [f"limit{here.limit or 0}"] if here.limit != own.limit else []
+    parts += [f"tokens{here.max_new_tokens or 0}"] if here.max_new_tokens != own.max_new_tokens else []
+    name = re.sub(r"[^\w+-]", "_", "".join(f"-{part}" for part in parts))
+    return name if len(name) <= 60 else f"{name[:50]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def _tell(progress: Progress, what: str, done: int, of: int) -> None:
@@ -62,15 +95,16 @@ def _tell(progress: Progress, what: str, done: int, of: int) -> None:
     progress(step=done, total_steps=of)
 
 
-def _documents(run: RunConfig, results: list[Any]) -> dict[str, Any]:
-    """The documents of the scored tasks that come out of offline packs, by key."""
+def _documents(results: list[Any]) -> dict[tuple[str, str], Any]:
+    """The documents of the scored tasks, by task and key: keys of two tasks may be the same."""
     from mmkit.evaluation.tasks import clip_demo, pack_documents
     from mmkit.evaluation.tasks.table import TASKS
 
     found = {}
     for result in results:
-        if result.task in TASKS:
-            found |= {example.key: example for example in TASKS[result.task].documents()[: run.evaluation.limit]}
-        elif result.task in clip_demo.CLIP_TASKS:
-            found |= {example.key: example for example in pack_documents.everything(clip_demo.PACK)}
+        task = result.task
+        if task in TASKS:
+            found |= {(task, example.key): example for example in TASKS[task].documents()}
+        elif task in clip_demo.CLIP_TASKS:
+            found |= {(task, example.key): example for example in pack_documents.everything(clip_demo.PACK)}
     return found

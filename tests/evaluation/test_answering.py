@@ -10,7 +10,8 @@ from mmkit.config import ConfigError, load
 from mmkit.data.example import Example, ImageRef, Turn
 from mmkit.evaluation import answering, scoring
 from mmkit.evaluation.answering import VlmAnswerer
-from mmkit.evaluation.task import Decode
+from mmkit.evaluation.task import Decode, Task
+from mmkit.evaluation.tasks.table import TASKS
 from mmkit.models.build import build, image_transforms, tokenizer
 
 
@@ -29,7 +30,12 @@ def request(number: int, colour: int, text: str) -> Example:
     return Example(f"q{number}", (picture,), (Turn("user", f"<image>\n{text}"),))
 
 
-REQUESTS = [request(0, 1, "what?"), request(1, 1, "which colour is this, and why?"), request(2, 3, "what?"), request(3, 2, "is it so?")]
+REQUESTS = [
+    request(0, 1, "what?"),
+    request(1, 1, "which colour is this, and why?"),
+    request(2, 3, "what?"),
+    request(3, 2, "is it so?"),
+]
 
 
 def test_answers_do_not_depend_on_the_batch(answerer):
@@ -42,7 +48,9 @@ def test_each_picture_is_encoded_once_while_it_fits(answerer, monkeypatch):
     counted: list[int] = []
     pictures = answering.EncodedPictures(answerer.model, image_transforms(answerer.config))
     original = answerer.model.encode
-    monkeypatch.setattr(answerer.model, "encode", lambda images: counted.append(len(images[0])) or original(images))
+    monkeypatch.setattr(
+        answerer.model, "encode", lambda images: counted.append(len(images[0])) or original(images)
+    )
     refs = [one.images[0] for one in REQUESTS]
     pictures.encode(refs)
     pictures.encode(refs)
@@ -75,4 +83,61 @@ def test_headlines_come_from_the_results_that_are_there():
     groups = {"type": {"shape": {"exact_match": 0.9, "n": 10}}}
     controls = {"shuffled": {"metrics": {"exact_match": 0.6}, "groups": {}}}
     result = Result("easy_vqa", {}, "x", 10, "exact_match", {"exact_match": 0.8}, groups, controls)
-    assert scoring.headline([result]) == {"easy_vqa_exact_match": 0.8, "easy_vqa_shuffled": 0.6, "easy_vqa_shape": 0.9}
+    assert scoring.headline([result]) == {
+        "easy_vqa_exact_match": 0.8,
+        "easy_vqa_shuffled": 0.6,
+        "easy_vqa_shape": 0.9,
+    }
+    others = [
+        Result("mmvp", {}, "y", 20, "accuracy", {"accuracy": 30.0}, unit="percent"),
+        Result("docvqa", {}, "z", 5, "", {"total": 5.0}),
+    ]
+    assert scoring.headline(others) == {"mmvp_accuracy_percent": 30.0}  # nothing of what was not scored
+
+
+def test_max_new_tokens_overrides_every_tasks_own_and_is_part_of_the_spec(answerer, monkeypatch):
+    task = Task(
+        "toy",
+        1,
+        4,
+        lambda: REQUESTS,
+        lambda example, answer: {"length": float(len(answer))},
+        "length",
+        Decode(max_new_tokens=2),
+    )
+    monkeypatch.setitem(TASKS, "toy", task)
+    asked = []
+    monkeypatch.setattr(
+        answering.VlmAnswerer,
+        "__call__",
+        lambda self, requests, decode: asked.append(decode) or ["x"] * len(requests),
+    )
+    at_hand = (answerer.model, answerer.config, answerer.tokenizer, image_transforms(answerer.config))
+    run = load("8b-debug", "eval", {"tasks": ["toy"], "evaluation.limit": None})
+    (own,) = scoring.evaluate_model(run, *at_hand)
+    (longer,) = scoring.evaluate_model(
+        load("8b-debug", "eval", {"tasks": ["toy"], "max_new_tokens": 7}), *at_hand
+    )
+    assert {decode.max_new_tokens for decode in asked} == {
+        2,
+        7,
+    } and own.spec_hash == task.spec_hash != longer.spec_hash
+    with pytest.raises(ConfigError, match="max_new_tokens = 4: 'clip-tiny' is contrastive"):
+        scoring.check_tasks(load("clip-tiny", "eval", {"max_new_tokens": 4}))
+
+
+def test_a_published_preset_has_its_published_score_as_a_control(answerer, monkeypatch):
+    task = Task(
+        "mmvp",
+        1,
+        4,
+        lambda: REQUESTS,
+        lambda example, answer: {"accuracy": 1.0},
+        "accuracy",
+        unit="percent",
+        shuffled_control=False,
+    )
+    monkeypatch.setitem(TASKS, "mmvp", task)
+    at_hand = (answerer.model, answerer.config, answerer.tokenizer, image_transforms(answerer.config))
+    (result,) = scoring.evaluate_model(load("8b", "eval", {"tasks": ["mmvp"], "max_new_tokens": 1}), *at_hand)
+    assert result.controls["published"]["metrics"] == {"accuracy": 51.3}

@@ -1,17 +1,11 @@
 """Collections of CLIP tasks: complete, sourced, and with averages that recompute to the published ones."""
 
-import json
-
 import pytest
 
 from mmkit.evaluation.collections import (
     COLLECTIONS,
     average,
-    beside_published,
-    clip_benchmark,
-    clip_benchmark_command,
     members,
-    result,
     tasks,
     templates,
     zero_shot_task,
@@ -68,32 +62,3 @@ def test_tasks_bring_their_names_or_ask_for_them():
         zero_shot_task("cars")
     with pytest.raises(ValueError, match="benchmark_recall"):
         zero_shot_task("flickr30k")
-
-
-def test_results_have_clip_benchmarks_keys():
-    row = result("cars", {"acc1": 0.5}, model="ViT-L-14", pretrained="mine")
-    assert json.loads(json.dumps(row)) == {
-        "dataset": "cars", "model": "ViT-L-14", "pretrained": "mine", "task": "zeroshot_classification", "metrics": {"acc1": 0.5},
-        "language": "en",
-    }  # fmt: skip
-    assert result("flickr30k", {}, model="m", pretrained="p")["task"] == "zeroshot_retrieval"
-
-
-def test_ours_stands_beside_both_published_models():
-    rows = {(row["task"], row["metric"]): row for row in beside_published({"cars": {"acc1": 0.5}})}
-    wanted = {"task": "cars", "metric": "acc1", "n": 8041, "ours": 0.5, "laion2b_l14": 0.9261, "openai_l14": 0.7769}
-    assert rows["cars", "acc1"] == wanted
-    assert rows["stl10", "acc1"]["ours"] is None
-
-
-def test_clip_benchmark_itself_runs_on_our_weights_or_says_what_is_missing(tmp_path, monkeypatch):
-    command = clip_benchmark_command("imagenet_robustness", model="ViT-L-14", weights="w.pt", root="data/{dataset}", output="{dataset}.json")
-    assert command[:2] == ["eval", "--dataset"] and "wds/imagenetv2" in command and command[command.index("--pretrained") + 1] == "w.pt"
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="clip-benchmark"):
-        clip_benchmark("cars", model="m", weights="w", root="r", output="o")
-    program = tmp_path / "clip_benchmark"
-    program.write_text('#!/bin/sh\necho "$@"; exit 3\n')
-    program.chmod(0o755)
-    with pytest.raises(RuntimeError, match="ended with 3:\neval --dataset wds/cars"):
-        clip_benchmark("cars", model="m", weights="w", root="r", output="o")

@@ -1,6 +1,5 @@
-"""Zero-shot classification and linear probes on models small enough to know the answer."""
+"""Zero-shot classification on models small enough to know the answer."""
 
-import math
 
 import open_clip
 import pytest
@@ -8,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from open_clip.zero_shot_classifier import build_zero_shot_classifier
 
-from mmkit.evaluation.linear_probe import few_shot, linear_probe
 from mmkit.evaluation.zero_shot import Share, ZeroShotTask, class_scores, classifier, evaluate, features_of, imagenet, multi_label_scores
 
 TASK = ZeroShotTask("letters", ("a", "b", "c", "d", "e", "f"), ("{}", "the {c}", lambda name: f"{name}!"))
@@ -140,22 +138,3 @@ def test_features_of_many_documents_have_norm_1_and_their_order():
     found = features_of(model, "image", lambda i: docs[i][1], 7, batch=3)
     wanted = F.normalize(model({"image": torch.stack([d[1] for d in docs])})["image_features"], dim=-1)
     assert torch.allclose(found, wanted, atol=1e-6)
-
-
-def test_a_linear_probe_finds_separable_classes_and_repeats_exactly():
-    g = torch.Generator().manual_seed(0)
-    centres, targets = torch.randn(4, 8, generator=g), torch.arange(200) % 4
-    features = centres[targets] + 0.3 * torch.randn(200, 8, generator=g)
-    first = linear_probe(features[:120], targets[:120], features[120:], targets[120:], epochs=5)
-    assert first["acc1"] > 0.95 and first["acc5"] is None
-    assert (first["lr"], first["epochs"], first["seed"], first["fewshot_k"]) == (0.1, 5, 0, -1)
-    assert first == linear_probe(features[:120], targets[:120], features[120:], targets[120:], epochs=5)
-    few = linear_probe(features[:120], targets[:120], features[120:], targets[120:], epochs=5, fewshot_k=2)
-    assert 0.25 < few["acc1"] <= 1 and not math.isnan(few["mean_per_class_recall"])
-
-
-def test_few_shots_take_k_of_each_class():
-    targets = torch.tensor([0] * 5 + [1] * 3)
-    assert targets[few_shot(targets, 2)].bincount().tolist() == [2, 2] and len(few_shot(targets, -1)) == 8
-    with pytest.raises(ValueError, match="class 1 has 3 samples"):
-        few_shot(targets, 4)

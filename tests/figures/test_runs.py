@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 from mmkit.config import IMAGE_TOKEN_INDEX, REGION_TOKEN_INDEX, ConfigError, load
@@ -75,18 +76,29 @@ def test_a_dry_run_has_no_curves():
 
 
 def test_scores_stand_beside_their_controls():
+    fraction = {"group": "all", "unit": "fraction"}
     rows = [
-        {"task": "vqa", "group": "all", "n": 600, "exact_match": 0.8, "+-": 0.03, "shuffled": 0.66, "prior": 0.65, "majority": 0.3},
-        {"task": "clip", "group": "all", "n": 90, "acc1": 0.5, "+-": 0.1, "majority": 0.2},
-    ]
-    drawn = runs.scores(rows)
-    assert list(drawn.table["score"]) == [0.8, 0.5]
-    assert [text.get_text() for text in drawn.figure.axes[0].get_legend().get_texts()] == [
-        "model", "same model, pictures shuffled", "best answer to the question alone", "majority answer"
+        fraction | {"task": "vqa", "n": 600, "metric": "exact", "score": 0.8, "low": 0.75, "high": 0.83, "shuffled": 0.66, "prior": 0.65, "majority": 0.3},
+        fraction | {"task": "clip", "n": 90, "metric": "acc1", "score": 0.5, "low": 0.4, "high": 0.6, "majority": 0.2},
+        {"task": "mmvp", "group": "all", "n": 300, "metric": "accuracy", "score": 30.0, "unit": "percent", "low": 23.0, "high": 37.0, "published": 51.3},
+        {"task": "mme", "group": "all", "n": 2374, "metric": "Perception", "score": 1500.0, "unit": "points", "low": None, "high": None, "published": 1547.1},
+        {"task": "docvqa", "group": "all", "n": 5188, "metric": "", "score": None, "unit": "", "low": None, "high": None},
     ]  # fmt: skip
+    drawn = runs.scores(rows)
+    assert list(drawn.table["score"]) == [0.8, 0.5, 30.0, 1500.0] and list(drawn.table["unit"]) == ["fraction", "fraction", "percent", "points"]
+    in_percent, in_points = drawn.figure.axes
+    assert [text.get_text() for text in in_percent.get_legend().get_texts()] == [
+        "model", "same model, pictures shuffled", "best answer to the question alone", "majority answer", "published model of this preset"
+    ]  # fmt: skip
+    bars = in_percent.containers[1]
+    assert [bar.get_height() for bar in bars] == pytest.approx([80, 50, 30])
+    (lines,) = in_percent.containers[0].lines[2]
+    assert np.array([segment[:, 1] for segment in lines.get_segments()]) == pytest.approx(np.array([[75, 83], [40, 60], [23, 37]]))
+    assert in_points.get_ylabel() == "Perception (points)" and in_points.containers[1][0].get_height() == 1500
     with pytest.raises(ConfigError, match="no score"):
         runs.scores([])
-    assert runs.scores_of(SimpleNamespace(rows=())) is None
+    assert runs.scores_of(SimpleNamespace(rows=())) is None and runs.scores_of(SimpleNamespace(rows=rows[-1:])) is None
+    assert runs.scores_of(SimpleNamespace(rows=rows, suffix="-limit5")).name == "scores-limit5"
 
 
 def test_mixture_and_lengths_show_every_source():
@@ -127,13 +139,42 @@ def test_tokens_show_what_carries_loss():
     assert len(colours) == 3
 
 
+def an_answer(task="t", key="k1", answer="cat", right=True, **more):
+    return {"task": task, "key": key, "question": "q", "answer": answer, "target": "cat", "right": right} | more
+
+
 def test_answers_mark_what_is_wrong():
-    rows = [
-        {"key": "k1", "question": "q", "answer": "dog", "target": "cat", "scores": {"exact_match": 0.0}, "shuffled_answer": "cow"},
-        {"key": "k1", "question": "q", "answer": "cat", "target": "cat", "scores": {"exact_match": 1.0}},
-        {"key": "gone", "question": "q", "answer": "cat", "target": "cat", "scores": {"exact_match": 1.0}},
-    ]
-    text = list(drawing.answers(rows, {"k1": an_example()}).table["text"])
+    rows = [an_answer(answer="dog", right=False, shuffled_answer="cow"), an_answer(), an_answer(key="gone")]
+    text = list(drawing.answers(rows, {("t", "k1"): an_example()}).table["text"])
     assert text[0].startswith("q\nWRONG: dog (expected cat)") and "cow" in text[0] and "WRONG" not in text[1] and len(text) == 2
-    scored = SimpleNamespace(results=[SimpleNamespace(rows=rows)], documents={"k1": an_example()})
-    assert runs.answers_of(scored, 2) is not None and runs.answers_of(SimpleNamespace(results=[]), 2) is None
+
+
+def test_the_models_box_is_drawn_dashed_beside_the_expected_one():
+    row = an_answer(answer="there: [500, 500, 1000, 1000]", target="[111, 333, 444, 833]")
+    axis = drawing.answers([row], {("t", "k1"): an_example()}).figure.axes[0]
+    solid, *dashed = axis.patches
+    assert solid.get_linestyle() == "solid" and (solid.get_x(), solid.get_width()) == pytest.approx((10, 30), abs=0.1)
+    assert dashed and all((p.get_x(), p.get_y(), p.get_width(), p.get_height()) == pytest.approx((45, 30, 45, 30)) for p in dashed)
+
+
+def test_every_task_has_its_share_of_the_answers_though_keys_are_the_same():
+    names = ("one", "two", "three", "four")
+    results = [SimpleNamespace(rows=[an_answer(task, f"k{i}", f"{task} {i}") for i in range(10)]) for task in names]
+    results.insert(1, SimpleNamespace(rows=[]))
+    examples = {(task, f"k{i}"): an_example() for task in names for i in range(10)}
+    scored = SimpleNamespace(results=results, documents=examples, suffix="-x")
+    drawn = runs.answers_of(scored, 6)
+    said = [text.splitlines()[1].split(" (")[0] for text in drawn.table["text"]]
+    assert said == ["one 0", "one 5", "two 0", "two 5", "three 0", "four 0"] and drawn.name == "answers-x"
+    assert len(runs.answers_of(scored, 2).table) == 2 and len(runs.answers_of(scored, 99).table) == 40
+    assert runs.answers_of(SimpleNamespace(results=[], documents={}, suffix=""), 2) is None
+
+
+def test_text_below_a_picture_stays_above_the_next_row():
+    notes = ["word " * 200, "short", "a $5 and a $6 line\n" * 20, "x"]
+    drawn = drawing.pictures([an_example()] * 4, columns=2, notes=notes)
+    canvas = FigureCanvasAgg(drawn.figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    for above, below in zip(drawn.figure.axes[:2], drawn.figure.axes[2:], strict=True):
+        assert above.xaxis.label.get_window_extent(renderer).y0 > below.title.get_window_extent(renderer).y1

@@ -13,6 +13,7 @@ from mmkit.notebook import demo as whole
 from mmkit.notebook.record import read_record, record
 from mmkit.notebook.run_view import gallery, trained_groups
 from mmkit.notebook.runner import NOTEBOOK_ERROR, OK, Outcome
+from mmkit.notebook.scoring import suffix_of
 from mmkit.notebook.tables import Table, html, text
 
 
@@ -107,3 +108,13 @@ def test_the_demo_stops_at_the_first_failure_and_keeps_what_was_reached(notebook
     values = json.loads((tmp_path / "demo.json").read_text())
     assert not values["complete"] and len(values["notebooks"]) == 4 and values["notebooks"][-1]["state"] == "boom"
     assert "boom" in capsys.readouterr().out
+
+
+def test_an_evaluation_that_is_not_the_presets_own_has_names_of_its_own():
+    def of(**values):
+        return suffix_of(load("tiny", "eval", values))
+
+    assert of() == of(limit=None) == of(name="other") == ""
+    assert of(limit=20) == "-limit20" and of(tasks=["charts"]) == "-charts" and of(tasks=["charts"], max_new_tokens=9) == "-charts-tokens9"
+    many = [of(tasks=["vtab/cars"] * 20 + [str(number)]) for number in range(2)]
+    assert len(set(many)) == 2 and all(len(name) <= 60 and "/" not in name for name in many)

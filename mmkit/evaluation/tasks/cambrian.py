@@ -1,7 +1,9 @@
-"""Cambrian-1's evaluation suite: data, prompt suffix, decode length and scoring rule of each benchmark, as plain data.
+"""Cambrian-1's evaluation suite: data, prompt, decode length and scoring rule of each benchmark, as plain
+data.
 
-Facts: cambrian-mllm/cambrian @ 539ffc3, ``eval/eval`` (reference-models 1.14; arXiv 2406.16860 section 2). Scores carry the original
-csv names so that they can be laid beside published rows; where an original counts oddly, the docstring says so.
+Facts: github.com/cambrian-mllm/cambrian, ``eval/eval``, and arXiv 2406.16860 section 2. Scores carry the
+original csv names and their scale (some fractions, some percent, MME points) so that they can be laid beside
+published rows; where an original counts oddly, the docstring says so.
 """
 
 from __future__ import annotations
@@ -9,14 +11,31 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from mmkit.evaluation.answers import as_number, edit_distance, first_letter, first_word, short_answer, vqa_accuracy, within
+from mmkit.evaluation.answers import (
+    after_marker,
+    as_number,
+    edit_distance,
+    first_letter,
+    first_word,
+    short_answer,
+    vqa_accuracy,
+    within,
+)
+from mmkit.evaluation.task import Unit
 
 LETTER = "Answer with the option's letter from the given choices directly."
 WORD = "Answer the question using a single word or phrase."
 LETTER_ONLY = "Please answer directly with only the letter of the correct option and nothing else."
 UNANSWERABLE = "When the provided information is insufficient, respond with 'Unanswerable'.\n" + WORD
 SHORT = "Give the short answer directly."
+NUMBER = "Answer the question using a single number or phrase."
+REASONING = "First show your reasoning process and then give the final answer."
+TRANSCRIBE = (
+    "Please transcribe the text from the image word by word. Only include the words found in the image, "
+    "and avoid adding any additional context or information."
+)
 
 SEED_TYPES = {
     1: "Scene Understanding", 2: "Instance Identity", 3: "Instance Attribute", 4: "Instance Location", 5: "Instance Counting",
@@ -26,8 +45,12 @@ QBENCH_TYPES = {"0": "Yes/No", "1": "What", "2": "How"}
 MME_COGNITION = ("commonsense_reasoning", "numerical_calculation", "text_translation", "code_reasoning")
 HANDWRITTEN = "Handwritten Mathematical Expression Recognition"
 
-Row = dict
-Score = Callable[[list[Row]], dict]
+Row = dict[str, Any]
+Right = Callable[[Row], float]  # how right one row is, 0 to 1
+Score = Callable[[list[Row], list[float]], dict]  # all rows and how right each is -> metrics
+Trials = Callable[
+    [list[Row], list[float]], list[tuple[float, Row]]
+]  # what the main metric is the mean of, each with a row of it
 
 
 # ---------------------------------------------------------------- is one row right?
@@ -37,7 +60,7 @@ def _letter(text: str) -> str:
     return text.strip().lower().strip("()")
 
 
-def lettered(trailing: str) -> Callable[[Row], bool]:
+def lettered(trailing: str) -> Right:
     """The option letter of the answer equals that of the truth, written "B" or "(B)"."""
     return lambda row: first_letter(row["answer"], trailing) == _letter(row["gt_answer"])
 
@@ -45,7 +68,7 @@ def lettered(trailing: str) -> Callable[[Row], bool]:
 def _omni(row: Row) -> bool:
     truth = _letter(row["gt_answer"])
     option = row["options"]["abcd".index(truth)] if truth in ("a", "b", "c", "d") else truth
-    return first_letter(row["answer"]) in (truth, option.lower())
+    return first_letter(row["answer"]) in (truth, option)
 
 
 def _ai2d(row: Row) -> bool:
@@ -100,12 +123,12 @@ def _scienceqa(row: Row) -> bool:
 
 
 def _mmvp(row: Row) -> bool:
-    answer = row["answer"].lower().strip().split("answer:")[-1].strip().rstrip(".:,").lstrip("(").rstrip(")")
+    answer = after_marker(row["answer"]).rstrip(".:,").lstrip("(").rstrip(")")
     letter = _letter(row["gt_answer"])
     return answer == letter or answer == row["text_options"]["ab".index(letter)].lower()
 
 
-def _ocr(exact: bool) -> Callable[[Row], bool]:
+def _ocr(exact: bool) -> Right:
     def right(row: Row) -> bool:
         answer = row["answer"].strip().replace("\n", " ")
         truths = [truth.strip().replace("\n", " ") for truth in row["gt_answer"]]
@@ -118,60 +141,79 @@ def _ocr(exact: bool) -> Callable[[Row], bool]:
     return right
 
 
-# ---------------------------------------------------------------- rows -> metrics
-
-
-def share(correct: Callable[[Row], bool]) -> Score:
-    """{"total", "correct", "accuracy" in percent}."""
-
-    def score(rows: list[Row]) -> dict:
-        right = sum(correct(row) for row in rows)
-        return {"total": len(rows), "correct": right, "accuracy": 100 * right / len(rows)}
-
-    return score
-
-
-def by_category(correct: Callable[[Row], bool], name: Callable[[Row], str] = lambda row: row["category"]) -> Score:
-    """{"accuracy", "total_count", category: {"accuracy", "total"}} as fractions."""
-
-    def score(rows: list[Row]) -> dict:
-        groups = defaultdict(list)
-        for row in rows:
-            groups[name(row)].append(correct(row))
-        out = {"accuracy": sum(map(sum, groups.values())) / len(rows), "total_count": len(rows)}
-        return out | {key: {"accuracy": sum(hits) / len(hits), "total": len(hits)} for key, hits in groups.items()}
-
-    return score
-
-
-def circular(correct: Callable[[Row], bool]) -> Score:
-    """MMBench: `by_category` plus the share of questions right in every rotation (rows of one source_id)."""
-    plain = by_category(correct)
-
-    def score(rows: list[Row]) -> dict:
-        out, questions, category = plain(rows), defaultdict(list), {}
-        for row in rows:
-            questions[row["source_id"]].append(correct(row))
-            category[row["source_id"]] = row["category"]
-        whole = {key: all(hits) for key, hits in questions.items()}
-        out |= {"circular_accuracy": sum(whole.values()) / len(whole), "circular_count": len(whole)}
-        for name in set(category.values()):
-            inside = [whole[key] for key in whole if category[key] == name]
-            out[name] |= {"circular_accuracy": sum(inside) / len(inside), "circular_count": len(inside)}
-        return out
-
-    return score
-
-
-def _predicted(read: Callable[[str], str]) -> Callable[[Row], bool]:
+def _prediction(read: Callable[[str], str]) -> Right:
     return lambda row: read(row.get("prediction", row.get("answer", ""))) == row["gt_answer"].lower()
 
 
-def score_scienceqa(rows: list[Row]) -> dict:
-    """As the original: rows with an image count once under "is_multimodal" and once under their subject, so totals exceed the rows."""
+def _soft(row: Row) -> float:
+    """VQA soft accuracy; rows of VizWiz's test split, which its server scores, count nothing."""
+    return vqa_accuracy(row["answer"], row["gt_answer"]) if _is_scored(row) else 0.0
+
+
+def _is_scored(row: Row) -> bool:
+    return row.get("category", "val") == "val"
+
+
+def _distance(row: Row) -> int:
+    return edit_distance(row["answer"].lower().strip(), row["gt_answer"].lower().strip())
+
+
+def _transcribed(row: Row) -> bool:
+    return _distance(row) == 0
+
+
+# ---------------------------------------------------------------- rows -> metrics
+
+
+def percent(rows: list[Row], right: list[float]) -> dict:
+    """{"total", "correct", "accuracy" in percent}."""
+    return {"total": len(rows), "correct": sum(right), "accuracy": 100 * sum(right) / len(rows)}
+
+
+def by_category(name: Callable[[Row], str] = lambda row: row["category"]) -> Score:
+    """{"accuracy", "total_count", category: {"accuracy", "total"}} as fractions."""
+
+    def score(rows: list[Row], right: list[float]) -> dict:
+        groups = defaultdict(list)
+        for row, hit in zip(rows, right, strict=True):
+            groups[name(row)].append(hit)
+        out = {"accuracy": sum(right) / len(rows), "total_count": len(rows)}
+        return out | {
+            key: {"accuracy": sum(hits) / len(hits), "total": len(hits)} for key, hits in groups.items()
+        }
+
+    return score
+
+
+def circular(rows: list[Row], right: list[float]) -> dict:
+    """MMBench: `by_category` plus the fraction of questions right in every rotation (rows of one
+    source_id).
+    """
+    out, whole = by_category()(rows, right), rotations(rows, right)
+    out |= {"circular_accuracy": sum(hit for hit, _ in whole) / len(whole), "circular_count": len(whole)}
+    for name in {row["category"] for _, row in whole}:
+        inside = [hit for hit, row in whole if row["category"] == name]
+        out[name] |= {"circular_accuracy": sum(inside) / len(inside), "circular_count": len(inside)}
+    return out
+
+
+def rotations(rows: list[Row], right: list[float]) -> list[tuple[float, Row]]:
+    """MMBench's questions: right where every rotation is; with the last rotation of each, whose category
+    counts.
+    """
+    hits, last = defaultdict(list), {}
+    for row, hit in zip(rows, right, strict=True):
+        hits[row["source_id"]].append(hit)
+        last[row["source_id"]] = row
+    return [(float(all(found)), last[key]) for key, found in hits.items()]
+
+
+def score_scienceqa(rows: list[Row], right: list[float]) -> dict:
+    """As the original: rows with an image count once under "is_multimodal" and once under their subject, so
+    totals exceed the rows.
+    """
     groups = defaultdict(list)
-    for row in rows:
-        hit = _scienceqa(row)
+    for row, hit in zip(rows, right, strict=True):
         if row["type"]:
             groups["is_multimodal"].append(hit)
         groups[row["category"]].append(hit)
@@ -182,53 +224,80 @@ def score_scienceqa(rows: list[Row]) -> dict:
     return out | {name: {"accuracy": sum(g) / len(g), "total": len(g)} for name, g in groups.items() if g}
 
 
-def score_mme(rows: list[Row]) -> dict:
-    """Per category 100 * (accuracy + share of consecutive pairs with both right); sums for Perception and Cognition."""
+def multimodal(rows: list[Row], right: list[float]) -> list[tuple[float, Row]]:
+    """ScienceQA's rows with an image."""
+    return [(hit, row) for row, hit in zip(rows, right, strict=True) if row["type"]]
+
+
+def score_mme(rows: list[Row], right: list[float]) -> dict:
+    """Per category 100 * (accuracy + fraction of consecutive pairs with both right); sums for Perception and
+    Cognition.
+    """
     groups = defaultdict(list)
-    for row in rows:
-        groups[row["category"]].append(_exact(row))
-    out = {"accuracy": 100 * sum(map(sum, groups.values())) / len(rows), "Perception": 0.0, "Cognition": 0.0}
+    for row, hit in zip(rows, right, strict=True):
+        groups[row["category"]].append(hit)
+    out = {"accuracy": 100 * sum(right) / len(rows), "Perception": 0.0, "Cognition": 0.0}
     for name, hits in groups.items():
-        pairs = [a and b for a, b in zip(hits[::2], hits[1::2], strict=True)]
-        acc, both = 100 * sum(hits) / len(hits), 100 * sum(pairs) / len(pairs)
+        acc, both = 100 * sum(hits) / len(hits), 100 * _of_right_pairs(hits) / len(hits)
         out[name] = {"acc_score": acc, "acc_plus_score": both, "score": acc + both, "size": len(hits)}
         out["Cognition" if name in MME_COGNITION else "Perception"] += acc + both
     return out | {"total_score": out["Perception"] + out["Cognition"]}
 
 
-def score_mmvp(rows: list[Row]) -> dict:
-    """A pair of consecutive questions counts, as one, only where both are right; accuracy is over all questions."""
-    hits = [_mmvp(row) for row in rows]
-    right = sum(a and b for a, b in zip(hits[::2], hits[1::2], strict=True))
-    return {"total": len(rows), "correct": right, "accuracy": 100 * right / len(rows)}
+def _of_right_pairs(hits: list[float]) -> int:
+    """How many questions belong to pairs (of consecutive questions) with both right: each right pair adds 2.
+
+    A last question without a partner counts by itself, as in the originals; only a limited run has one.
+    """
+    pairs = sum(2 for a, b in zip(hits[::2], hits[1::2], strict=False) if a and b)
+    return pairs + int(len(hits) % 2 and bool(hits[-1]))
 
 
-def score_ocrbench(exact: bool) -> Score:
-    """Accuracy in percent per category and "total_accuracy"; a truth inside the answer counts unless ``exact``."""
-
-    def score(rows: list[Row]) -> dict:
-        groups = defaultdict(list)
-        for row in rows:
-            hit = _ocr(exact)(row)
-            groups[row["category"]].append(hit)
-            groups["total_accuracy"].append(hit)
-        return {name: {"accuracy": 100 * sum(hits) / len(hits), "total": len(hits)} for name, hits in groups.items()}
-
-    return score
+def score_mmvp(rows: list[Row], right: list[float]) -> dict:
+    """Both questions of a pair (consecutive rows) count where both are right, else neither: 3 of 10 pairs are
+    6 of 20, 30 percent.
+    """
+    return percent(rows, right) | {
+        "correct": _of_right_pairs(right),
+        "accuracy": 100 * _of_right_pairs(right) / len(rows),
+    }
 
 
-def score_synthdog(rows: list[Row]) -> dict:
-    """Share of transcriptions within an edit distance of 0, 5, 10, 25, 50, in percent."""
-    distances = [edit_distance(row["answer"].lower(), row["gt_answer"].lower()) for row in rows]
-    limits = (0, 5, 10, 25, 50)
-    rate = {limit: 100 * sum(d <= limit for d in distances) / len(rows) for limit in limits}
-    return {f"accuracy_edit_distance_{limit}": {"accuracy": rate[limit], "total": len(rows)} for limit in limits}
+def pairs(rows: list[Row], right: list[float]) -> list[tuple[float, Row]]:
+    """MMVP's pairs: right where both questions are."""
+    return [(float(all(right[i : i + 2])), rows[i]) for i in range(0, len(rows), 2)]
 
 
-def score_vqa(rows: list[Row]) -> dict:
+def score_ocrbench(rows: list[Row], right: list[float]) -> dict:
+    """Accuracy in percent per category and "total_accuracy"."""
+    groups = defaultdict(list)
+    for row, hit in zip(rows, right, strict=True):
+        groups[row["category"]].append(hit)
+        groups["total_accuracy"].append(hit)
+    return {
+        name: {"accuracy": 100 * sum(hits) / len(hits), "total": len(hits)} for name, hits in groups.items()
+    }
+
+
+def score_synthdog(rows: list[Row], right: list[float]) -> dict:
+    """Percent of transcriptions within an edit distance of 0, 5, 10, 25, 50."""
+    distances = [_distance(row) for row in rows]
+    rate = {limit: 100 * sum(d <= limit for d in distances) / len(rows) for limit in (0, 5, 10, 25, 50)}
+    return {
+        f"accuracy_edit_distance_{limit}": {"accuracy": value, "total": len(rows)}
+        for limit, value in rate.items()
+    }
+
+
+def score_vqa(rows: list[Row], right: list[float]) -> dict:
     """VQA soft accuracy in percent over the rows that carry answers (VizWiz: its "val" rows)."""
-    scored = [row for row in rows if row.get("category", "val") == "val"]
-    return {"accuracy": 100 * sum(vqa_accuracy(row["answer"], row["gt_answer"]) for row in scored) / len(scored)}
+    scored = answered(rows, right)
+    return {"accuracy": 100 * sum(hit for hit, _ in scored) / len(scored)} if scored else {}
+
+
+def answered(rows: list[Row], right: list[float]) -> list[tuple[float, Row]]:
+    """The rows that are scored here, not by a server."""
+    return [(hit, row) for row, hit in zip(rows, right, strict=True) if _is_scored(row)]
 
 
 def submission(key: str, convert: Callable = str) -> Callable[[list[Row]], list[dict]]:
@@ -238,7 +307,9 @@ def submission(key: str, convert: Callable = str) -> Callable[[list[Row]], list[
 
 def submission_vizwiz(rows: list[Row]) -> list[dict]:
     """Test rows of VizWiz, for its server."""
-    return [{"image": row["image_id"], "answer": row["answer"]} for row in rows if row["category"] != "val"]
+    return [
+        {"image": row["image_id"], "answer": row["answer"].lower()} for row in rows if not _is_scored(row)
+    ]
 
 
 def submission_mmvet(rows: list[Row]) -> dict[str, str]:
@@ -251,45 +322,124 @@ def submission_mmvet(rows: list[Row]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark: where it comes from, what is asked, how answers become metrics."""
+    """One benchmark: where its questions come from, what is asked, how answers become metrics.
+
+    ``n``: documents of a complete set (VizWiz: its val rows, or val and test). ``right`` is None where only
+    others can score: then ``submit`` makes the file that ``scored_by`` takes. ``needs``: fields of a document
+    beside key and question.
+    """
 
     dataset: str
     split: str
+    n: int | tuple[int, ...]
     suffix: str
     max_new_tokens: int
-    score: Score | None
-    options: str = ""  # " Options:" or "" before the lettered options of a multiple-choice question
+    right: Right | None
+    reduce: Score | None = percent
+    unit: Unit = "percent"
+    main: str = "accuracy"
+    trials: Trials | None = None  # None: every row is one trial
+    needs: tuple[str, ...] = ("gt_answer",)
+    options: str | None = (
+        None  # what stands before the lettered options, where they are not in the question already
+    )
+    hint: str = ""  # what stands between a document's hint and its question
+    suffix_of: tuple[str, str] | None = None  # (a document's type, its own suffix)
+    question: str = ""  # asked of every document instead of its own
     submit: Callable | None = None
+    scored_by: str = ""
 
 
+def _letters(dataset: str, split: str, n: int, right: Right, **more: Any) -> Benchmark:
+    return Benchmark(dataset, split, n, LETTER, 512, right, **more)
+
+
+_GROUPED = {"reduce": by_category(), "unit": "fraction", "needs": ("gt_answer", "category")}
+_CIRCULAR = {
+    "reduce": circular, "unit": "fraction", "main": "circular_accuracy", "trials": rotations,
+    "needs": ("gt_answer", "category", "source_id"), "options": " Options:", "hint": "\n",
+}  # fmt: skip
+_OCR = {"reduce": score_ocrbench, "main": "total_accuracy", "needs": ("gt_answer", "category")}
+_RRC = {"right": None, "reduce": None, "main": "", "scored_by": "https://rrc.cvc.uab.es"}
+_VQA = {"right": _soft, "reduce": score_vqa, "trials": answered}
+
+# n: arXiv 2406.16860 Table 20 where it names one, else the split's own size. SEED-Bench counts its questions
+# on one image, as the original asks no others; BLINK the six subsets the original asks (Counting, IQ_Test,
+# Object_Localization, Relative_Depth, Relative_Reflectance, Spatial_Relation). ade, coco and omni are
+# CV-Bench: its 2D score is the mean of the first two, 3D is omni.
 BENCHMARKS: dict[str, Benchmark] = {
-    "gqa": Benchmark("lmms-lab/GQA", "testdev_balanced", WORD, 128, share(_exact)),
-    "vizwiz": Benchmark("lmms-lab/VizWiz-VQA", "val", UNANSWERABLE, 128, score_vqa, submit=submission_vizwiz),
-    "scienceqa": Benchmark("derek-thomas/ScienceQA", "test", LETTER_ONLY, 512, score_scienceqa),
-    "textvqa": Benchmark("lmms-lab/textvqa", "validation", WORD, 512, score_vqa),
-    "pope": Benchmark("lmms-lab/POPE", "test", WORD, 128, share(_first_word)),
-    "mme": Benchmark("lmms-lab/MME", "test", WORD, 32, score_mme),
-    "mmbench_en": Benchmark("lmms-lab/MMBench_EN", "dev", LETTER, 512, circular(_predicted(first_letter)), " Options:"),
-    "mmbench_cn": Benchmark("lmms-lab/MMBench_CN", "dev", "请直接回答选项字母。", 128, circular(_predicted(first_word))),
-    "seed": Benchmark("lmms-lab/SEED-Bench", "test", LETTER, 512, by_category(lettered("."), lambda r: SEED_TYPES[r["category"]]), " Options:"),
-    "mmvet": Benchmark("lmms-lab/MMVet", "test", "", 512, None, submit=submission_mmvet),
-    "mmmu": Benchmark("lmms-lab/MMMU", "validation", LETTER, 512, by_category(_mmmu), " Options:"),
-    "mathvista": Benchmark("AI4Math/MathVista", "testmini", WORD, 512, by_category(_mathvista)),
-    "ai2d": Benchmark("lmms-lab/ai2d", "test", LETTER, 512, share(_ai2d)),
-    "chartqa": Benchmark("lmms-lab/ChartQA", "test", "Answer the question using a single number or phrase.", 128, share(_chartqa)),
-    "docvqa": Benchmark("lmms-lab/DocVQA", "test", SHORT, 128, None, submit=submission("questionId", int)),
-    "infovqa": Benchmark("lmms-lab/DocVQA", "test", WORD, 128, None, submit=submission("questionId", int)),
-    "stvqa": Benchmark("lmms-lab/ST-VQA", "test", WORD, 128, None, submit=submission("question_id", int)),
-    "ocrbench": Benchmark("echo840/OCRBench", "test", SHORT, 512, score_ocrbench(exact=False)),
-    "ocrbench_exact": Benchmark("echo840/OCRBench", "test", SHORT, 512, score_ocrbench(exact=True)),
-    "mmstar": Benchmark("Lin-Chen/MMStar", "val", LETTER_ONLY, 512, share(_first_word)),
-    "realworldqa": Benchmark("lmms-lab/RealWorldQA", "test", "", 512, share(_realworldqa)),
-    "qbench": Benchmark("teowu/LLVisionQA-QBench", "dev", LETTER_ONLY, 32, by_category(_before_period, lambda r: QBENCH_TYPES[r["type"]]), " Options:"),
-    "blink": Benchmark("BLINK-Benchmark/BLINK", "val", LETTER_ONLY, 32, by_category(_before_period_word)),
-    "mmvp": Benchmark("MMVP/MMVP", "test", LETTER, 512, score_mmvp, " Options:"),
-    "vstar": Benchmark("craigwu/vstar_bench", "test", "", 32, share(lettered("."))),
-    "ade": Benchmark("SaiCharithaAkula21/benchmark_ade_manual", "test", LETTER, 512, by_category(lettered("."))),
-    "coco": Benchmark("SaiCharithaAkula21/benchmark_coco_filtered", "test", LETTER, 512, by_category(lettered("."))),
-    "omni": Benchmark("local json", "test", LETTER, 512, by_category(_omni)),
-    "synthdog": Benchmark("naver-clova-ix/synthdog-en", "validation", "", 128, score_synthdog),
-}
+    "gqa": Benchmark("lmms-lab/GQA", "testdev_balanced", 12578, WORD, 128, _exact),
+    "vizwiz": Benchmark(
+        "lmms-lab/VizWiz-VQA", "val", (4319, 12319), UNANSWERABLE, 128, **_VQA,
+        needs=("gt_answer", "category", "image_id"), submit=submission_vizwiz, scored_by="the VizWiz challenge's server (test rows)",
+    ),
+    "scienceqa": Benchmark(
+        "derek-thomas/ScienceQA", "test", 2017, LETTER_ONLY, 512, _scienceqa, score_scienceqa, "fraction",
+        "multimodal_acc", multimodal, needs=("gt_answer", "text_answer", "category", "type"), options="", hint=" ",
+    ),
+    "textvqa": Benchmark(
+        "lmms-lab/textvqa", "validation", 5000, WORD, 512, **_VQA, needs=("gt_answer", "ocr_tokens")
+    ),
+    "pope": Benchmark("lmms-lab/POPE", "test", 9000, WORD, 128, _first_word),
+    "mme": Benchmark(
+        "lmms-lab/MME", "test", 2374, WORD, 32, _exact, score_mme, "points", "Perception",
+        needs=("gt_answer", "category"),
+    ),
+    "mmbench_en": _letters("lmms-lab/MMBench_EN", "dev", 4377, _prediction(first_letter), **_CIRCULAR),
+    "mmbench_cn": Benchmark(
+        "lmms-lab/MMBench_CN", "dev", 4329, "请直接回答选项字母。", 128, _prediction(first_word), **_CIRCULAR
+    ),
+    "seed": _letters(
+        "lmms-lab/SEED-Bench", "test", 14233, lettered("."),
+        **_GROUPED | {"reduce": by_category(lambda r: SEED_TYPES[r["category"]]), "options": " Options:"},
+    ),
+    "mmvet": Benchmark(
+        "lmms-lab/MMVet", "test", 218, "", 128, **_RRC | {"scored_by": "MM-Vet's GPT-4 judge"},
+        needs=("question_id",), submit=submission_mmvet,
+    ),
+    "mmmu": _letters(
+        "lmms-lab/MMMU", "validation", 900, _mmmu,
+        **_GROUPED | {"needs": ("gt_answer", "category", "type")},
+        options=" Options:", suffix_of=("open", WORD),
+    ),
+    "mathvista": Benchmark(
+        "AI4Math/MathVista", "testmini", 1000, WORD, 512, _mathvista,
+        **_GROUPED | {"needs": ("gt_answer", "category", "type")}, suffix_of=("multi_choice", REASONING),
+    ),
+    "ai2d": _letters("lmms-lab/ai2d", "test", 3088, _ai2d, options=""),
+    "chartqa": Benchmark("lmms-lab/ChartQA", "test", 2500, NUMBER, 128, _chartqa),
+    "docvqa": Benchmark(
+        "lmms-lab/DocVQA", "test", 5188, SHORT, 128, **_RRC, needs=("questionId",), submit=submission("questionId", int)
+    ),
+    "infovqa": Benchmark(
+        "lmms-lab/DocVQA", "test", 3288, WORD, 128, **_RRC, needs=("questionId",), submit=submission("questionId", int)
+    ),
+    "stvqa": Benchmark(
+        "lmms-lab/ST-VQA", "test", 4070, WORD, 128, **_RRC, needs=("question_id",), submit=submission("question_id", int)
+    ),
+    "ocrbench": Benchmark("echo840/OCRBench", "test", 1000, SHORT, 512, _ocr(exact=False), **_OCR),
+    "ocrbench_exact": Benchmark("echo840/OCRBench", "test", 1000, SHORT, 512, _ocr(exact=True), **_OCR),
+    "mmstar": Benchmark("Lin-Chen/MMStar", "val", 1500, LETTER_ONLY, 128, _first_word),
+    "realworldqa": Benchmark("lmms-lab/RealWorldQA", "test", 765, "", 512, _realworldqa),
+    "qbench": Benchmark(
+        "teowu/LLVisionQA-QBench", "dev", 1495, LETTER_ONLY, 32, _before_period,
+        by_category(lambda r: QBENCH_TYPES[r["type"]]), "fraction",
+        needs=("gt_answer", "type"), options=" Options:",
+    ),
+    "blink": Benchmark("BLINK-Benchmark/BLINK", "val", 793, LETTER_ONLY, 32, _before_period_word, **_GROUPED),
+    "mmvp": _letters(
+        "MMVP/MMVP", "test", 300, _mmvp, reduce=score_mmvp, trials=pairs,
+        needs=("gt_answer", "text_options"), options=" Options:",
+    ),
+    "vstar": Benchmark("craigwu/vstar_bench", "test", 191, "", 32, lettered(".")),
+    "ade": _letters("SaiCharithaAkula21/benchmark_ade_manual", "train", 633, lettered("."), **_GROUPED),
+    "coco": _letters("SaiCharithaAkula21/benchmark_coco_filtered", "train", 805, lettered("."), **_GROUPED),
+    "omni": _letters(
+        "nyu-visionx/CV-Bench", "test, 3D", 1200, _omni,
+        **_GROUPED | {"needs": ("gt_answer", "category", "options")},
+    ),
+    "synthdog": Benchmark(
+        "naver-clova-ix/synthdog-en", "validation", 500, "", 128, _transcribed, score_synthdog,
+        main="accuracy_edit_distance_0", question=TRANSCRIBE,
+    ),
+}  # fmt: skip

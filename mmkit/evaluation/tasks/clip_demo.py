@@ -18,6 +18,7 @@ from torch import Tensor
 from mmkit.data.example import Example
 from mmkit.data.images import open_image
 from mmkit.evaluation import retrieval, zero_shot
+from mmkit.evaluation.metrics import wilson
 from mmkit.evaluation.runner import Result, versions
 from mmkit.evaluation.task import hash_of
 from mmkit.evaluation.tasks import pack_documents
@@ -64,20 +65,25 @@ def retrieve(towers: Towers, *, batch: int = 64, share: Share = Share(), limit: 
     best = (image @ text.T).argmax(1).tolist()
     rows = [
         {"task": "clip_retrieval", "key": example.key, "answer": captions[found], "target": example.caption,
-         "scores": {"R@1": float(found == i)}, "meta": {}}
+         "scores": {"R@1": float(found == i)}, "right": found == i, "meta": {}}
         for i, (example, found) in enumerate(zip(documents, best, strict=True))
     ]  # fmt: skip
+    recall = metrics.get("image_to_text_R@5")
     chance = {f"{way}_R@{k}": min(k / n, 1.0) for way in ("image_to_text", "text_to_image") for k in KS}
     controls = {"chance": _control(chance)}
-    return _finished(
-        Result("clip_retrieval", _spec("clip_retrieval"), "", n, "image_to_text_R@5", metrics, controls=controls, rows=tuple(rows)), started
-    )
+    result = Result(
+        "clip_retrieval", _spec("clip_retrieval"), "", n, "image_to_text_R@5", metrics, controls=controls,
+        interval=None if recall is None else wilson(recall, n), n_total=len(pack_documents.everything(PACK)), rows=tuple(rows),
+    )  # fmt: skip
+    return _finished(result, started)
 
 
 def classify(towers: Towers, *, batch: int = 64, share: Share = Share(), limit: int | None = None) -> Result:
     """Zero-shot accuracy over the classes of the test pictures, beside the largest class and one over their number."""
     started = time.perf_counter()
-    documents = [example for example in pack_documents.everything(PACK) if example.meta.get("label") or "label" not in example.meta][:limit]
+    pairs = pack_documents.everything(PACK)
+    everything = [example for example in pairs if example.meta.get("label") or "label" not in example.meta]
+    documents = everything[:limit]
     labels = [example.meta.get("label") or example.meta["concept"] for example in documents]
     names = tuple(sorted(set(labels)))
     task = ZeroShotTask("clip_zero_shot", names, TEMPLATES)
@@ -85,7 +91,8 @@ def classify(towers: Towers, *, batch: int = 64, share: Share = Share(), limit: 
     metrics, scored = zero_shot.evaluate(towers.encode, towers.tokenize, task, prepared, batch=batch, share=share)
     rows = [
         {"task": task.name, "key": row["key"], "answer": names[row["top5"][0]], "target": names[row["target"]],
-         "scores": {"acc1": float(row["top5"][0] == row["target"])}, "meta": {}}
+         "scores": {"acc1": float(row["top5"][0] == row["target"])}, "right": row["top5"][0] == row["target"],
+         "meta": {}}
         for row in scored
     ]  # fmt: skip
     counts = Counter(labels)
@@ -95,7 +102,11 @@ def classify(towers: Towers, *, batch: int = 64, share: Share = Share(), limit: 
     }
     spec = _spec(task.name) | {"classes": list(names), "templates": list(TEMPLATES)}
     metrics = {name: value for name, value in metrics.items() if value is not None}
-    return _finished(Result(task.name, spec, "", len(rows), "acc1", metrics, controls=controls, rows=tuple(rows)), started)
+    result = Result(
+        task.name, spec, "", len(rows), "acc1", metrics, controls=controls,
+        interval=wilson(metrics["acc1"], len(rows)), n_total=len(everything), rows=tuple(rows),
+    )  # fmt: skip
+    return _finished(result, started)
 
 
 class Prepared(Sequence):
@@ -121,7 +132,9 @@ def _spec(name: str) -> dict[str, Any]:
 
 
 def _finished(result: Result, started: float) -> Result:
-    return replace(result, spec_hash=hash_of(result.spec), seconds=time.perf_counter() - started, versions=versions())
+    notes = (f"{result.task}: {result.n} of {result.n_total} documents",) if result.n < result.n_total else ()
+    seconds, spec_hash = time.perf_counter() - started, hash_of(result.spec)
+    return replace(result, notes=notes, spec_hash=spec_hash, seconds=seconds, versions=versions())
 
 
 CLIP_TASKS = {"clip_retrieval": retrieve, "clip_zero_shot": classify}

@@ -1,7 +1,7 @@
 """Regions of composites: name what is in a region, and say where a named object is. Test objects are in no training picture.
 
 ``refer``: exact match of the name, and whether the head noun is in the answer; ``ground``: the first box of the answer against
-the exact one, right above half overlap. An answer without a box counts as overlap 0 and is counted (``no_box``, U61).
+the exact one, right above half overlap. An answer without a box counts as overlap 0 and is counted (``no_box``).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ GROUND = Task(
     documents=functools.partial(pack_documents.by_picture, "regions", N, "ground"),
     process=ground,
     main_metric="iou",
-    decode=Decode(max_new_tokens=24),
+    # a box is 20 tokens where digits are tokens of their own; words before it must not cut its bracket off
+    decode=Decode(max_new_tokens=48),
     facts=FACTS,
 )
