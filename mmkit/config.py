@@ -7,10 +7,6 @@ impossible combination is a `ConfigError` that says which field, which value, wh
 
 from __future__ import annotations
 
-import difflib
-import functools
-import os
-import types
 import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +14,12 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from mmkit import rules
 from mmkit.errors import ConfigError
+from mmkit.presets import PARAMS as PARAMS
+from mmkit.presets import merge, origin, preset_tree, read_mapping
+from mmkit.presets import presets as presets
+from mmkit.values import explain, hint, kinds_of, nearest, parsed
 
 Stage = Literal["pretrain", "finetune", "eval"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -105,17 +106,7 @@ class VlmConfig(Settings):
 
     @model_validator(mode="after")
     def _consistent(self):
-        sides = [encoder.side for encoder in self.encoders]
-        if self.connector.kind == "sva":
-            if self.connector.width % self.connector.heads:
-                raise ValueError(f"connector.width {self.connector.width} does not divide by heads {self.connector.heads}")
-            for query in (*self.connector.query_sides, self.grid_side):
-                if bad := [side for side in sides if side % query]:
-                    raise ValueError(f"encoder side {bad[0]} does not divide by query side {query}; use a multiple of {query}")
-        elif len(set(sides)) > 1:
-            raise ValueError(f"connector {self.connector.kind!r} joins encoders on channels: their sides {sides} must be equal")
-        if self.samplers and self.connector.kind != "sva":
-            raise ValueError(f"samplers need connector.kind 'sva', not {self.connector.kind!r}")
+        rules.check_vlm(self)
         return self
 
     @property
@@ -354,24 +345,7 @@ class RunConfig(Settings):
 
 # ---------------------------------------------------------------- text -> RunConfig, in this one place
 
-_FOLDER = Path(__file__).resolve().parent  # a wheel carries params/ inside the package, a checkout beside it
-PARAMS = Path(os.environ.get("MMKIT_PARAMS") or _FOLDER.joinpath("params" if (_FOLDER / "params").is_dir() else "../params").resolve())
 STAGES: tuple[str, ...] = typing.get_args(Stage)
-READ_WITH: dict[str, dict[str, str]] = {  # a setting that only some runs read -> what these have beside it
-    "strategy": {"kind": "torch"}, "static_graph": {"kind": "torch", "strategy": "ddp"}, "zero_stage": {"kind": "deepspeed"},
-    "cooldown": {"schedule": "const-cooldown"}, "rewind_precision": {"action": "rewind"}, "rewind_lr_factor": {"action": "rewind"},
-}  # fmt: skip
-
-
-def presets(folder: Path | None = None) -> tuple[str, ...]:
-    """Names of all presets: the YAML files of ``params/``."""
-    return tuple(sorted(path.stem for path in (folder or PARAMS).glob("*.yaml")))
-
-
-def nearest(name: str, known) -> str:
-    """A ``did you mean`` phrase, or an empty text where nothing is near."""
-    match = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else ""
 
 
 def load(model: str = "tiny", stage: str = "pretrain", overrides: dict[str, Any] | None = None, source: str = "overrides") -> RunConfig:
@@ -381,19 +355,20 @@ def load(model: str = "tiny", stage: str = "pretrain", overrides: dict[str, Any]
     """
     if str(stage) not in STAGES:
         raise ConfigError(f"no stage {stage!r}{nearest(stage, STAGES)}; stages are {', '.join(STAGES)}")
-    tree = _preset_tree(str(model))
-    stages = tree.pop("stages", {})
+    tree = preset_tree(str(model))
+    stages = tree.pop("stages", None) or {}
     if unknown := set(stages) - set(STAGES):
-        raise ConfigError(f"params/{model}.yaml: no stage {min(unknown)!r}{nearest(min(unknown), STAGES)}")
-    tree = _merge(tree, stages.get(stage, {})) | {"preset": str(model), "stage": stage}
-    for name, value in (overrides or {}).items():
-        _assign(tree, setting_path(name, source), value)
-    return _all_read(_validate(tree, f"params/{model}.yaml" + (f" with {source}" if overrides else "")), overrides or {}, source)
+        raise ConfigError(f"{origin(str(model))}: no stage {min(unknown)!r}{nearest(min(unknown), STAGES)}")
+    tree = merge(tree, stages.get(stage) or {}) | {"preset": str(model), "stage": stage}
+    paths = [_assign(tree, name, value, source) for name, value in (overrides or {}).items()]
+    run = _validate(tree, origin(str(model)) + (f" with {source}" if overrides else ""))
+    rules.check_read(run, paths, source)
+    return run
 
 
 def load_file(path: str | Path) -> RunConfig:
     """The resolved config that an earlier run saved (``config.yaml`` of its folder)."""
-    return _validate(yaml.safe_load(Path(path).read_text(encoding="utf8")), str(path))
+    return _validate(read_mapping(Path(path)), str(path))
 
 
 def to_yaml(run: RunConfig) -> str:
@@ -405,70 +380,74 @@ def changed(run: RunConfig, **values: Any) -> RunConfig:
     """A new, checked RunConfig with some settings replaced (dots written as double underscores)."""
     tree = run.model_dump(mode="json")
     for name, value in values.items():
-        _assign(tree, setting_path(name.replace("__", "."), "code"), value)
+        _assign(tree, name.replace("__", "."), value, "code")
     return _validate(tree, "code")
 
 
 def setting_path(name: str, source: str = "overrides") -> tuple[str, ...]:
-    """The full path of a setting given by its path or by its unique last name; ConfigError otherwise."""
+    """The full path of a setting given by its path or by its unique last name; ConfigError otherwise.
+
+    What lies inside a free mapping may be named too: ``train.optimizer.lr_of.text``, ``lr_of.text``.
+    """
     known = setting_names()
-    if name in known or any(kind is dict and name.startswith(path + ".") for path, kind in known.items()):  # as train.optimizer.lr_of.text
+    inside = [path for path, kind in known.items() if any(typing.get_origin(each) is dict for each in kinds_of(kind))]
+    if name in known or any(name.startswith(path + ".") for path in inside):
         return tuple(name.split("."))
     hits = [path for path in known if path.endswith("." + name)]
+    last = {path: path.rpartition(".")[2] for path in inside}
+    hits = hits or [path + name[len(last[path]) :] for path in inside if name.startswith(last[path] + ".")]
     if len(hits) == 1:
         return tuple(hits[0].split("."))
     if hits:
         raise ConfigError(f"setting {name!r} from {source} is ambiguous: say {' or '.join(hits)}")
-    raise ConfigError(f"no setting {name!r} (from {source}){nearest(name, {path.rsplit('.', 1)[-1] for path in known} | set(known))}")
+    lists = {field: path for path, kind in known.items() for each in _listed(kind) for field in each.model_fields}
+    if name in lists:
+        raise ConfigError(f"no setting {name!r} (from {source}); it belongs to an entry of {lists[name]}: give that whole list")
+    raise ConfigError(f"no setting {name!r} (from {source}){hint(name, {path.rpartition('.')[2] for path in known} | set(known))}")
 
 
 def setting_names(section: type[Settings] | None = None, prefix: str = "") -> dict[str, Any]:
-    """Dotted path -> type of every setting, the model's by its kind-independent union."""
+    """Dotted path -> type of every setting, the model's of both kinds."""
     names = {}
     for name, field in (section or RunConfig).model_fields.items():
-        names[prefix + name] = typing.get_origin(field.annotation) or field.annotation
-        for kind in _settings_of(field.annotation):
-            names |= setting_names(kind, f"{prefix}{name}.")
+        names[prefix + name] = names.get(prefix + name, field.annotation)
+        for kind in kinds_of(field.annotation):
+            if isinstance(kind, type) and issubclass(kind, Settings):
+                inner = setting_names(kind, f"{prefix}{name}.")
+                names |= {path: names[path] | kind if path in names and names[path] != kind else kind for path, kind in inner.items()}
     return names
 
 
-def _settings_of(annotation) -> list[type[Settings]]:
-    """The Settings classes an annotation allows, through unions and Annotated but not through tuples."""
-    if isinstance(annotation, type) and issubclass(annotation, Settings):
-        return [annotation]
-    joined = typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated)
-    return [kind for part in typing.get_args(annotation) for kind in _settings_of(part)] if joined else []
+def _listed(annotation: Any) -> list[type[Settings]]:
+    """The Settings classes that entries of a list have."""
+    inner = [typing.get_args(kind)[:1] for kind in kinds_of(annotation) if typing.get_origin(kind) is tuple]
+    return [kind for one in inner for kind in one if isinstance(kind, type) and issubclass(kind, Settings)]
 
 
-def _preset_tree(name: str, chain: tuple[str, ...] = ()) -> dict[str, Any]:
-    if name not in presets():
-        raise ConfigError(f"no model {name!r}{nearest(name, presets())}; models are {', '.join(presets())}")
-    if name in chain:
-        raise ConfigError(f"params: base files form a ring: {' -> '.join((*chain, name))}")
-    tree = yaml.safe_load((PARAMS / f"{name}.yaml").read_text(encoding="utf8")) or {}
-    return _merge(_preset_tree(base, (*chain, name)), tree) if (base := tree.pop("base", None)) else tree
+def _kinds_at(path: typing.Iterable[Any]) -> list[Any]:
+    """The types of what stands at ``path`` of a run: names, places in lists, keys of free mappings."""
+    kinds: list[Any] = [RunConfig]
+    for part in path:
+        inner: list[Any] = []
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, Settings):
+                inner += kinds_of(kind.model_fields[part].annotation) if part in kind.model_fields else []
+            elif typing.get_origin(kind) in (tuple, dict):
+                inner += kinds_of([each for each in typing.get_args(kind) if each is not ...][-1])
+            elif kind is Any:
+                inner.append(Any)
+        kinds = inner
+    return kinds
 
 
-def _merge(below: dict, above: dict) -> dict:
-    """``above`` laid over ``below``: mappings merge, everything else is replaced; ``{replace: true}`` replaces a mapping."""
-    if above.get("replace") is True:
-        return {key: value for key, value in above.items() if key != "replace"}
-    both = [key for key, value in above.items() if isinstance(value, dict) and isinstance(below.get(key), dict)]
-    return below | above | {key: _merge(below[key], above[key]) for key in both}
-
-
-def _assign(tree: dict, path: tuple[str, ...], value: Any) -> None:
+def _assign(tree: dict, name: str, value: Any, source: str) -> tuple[str, ...]:
+    """Puts a value, or text as the setting's type reads it, at the setting's path, which is returned."""
+    path = setting_path(name, source)
     for key in path[:-1]:
         tree[key] = dict(tree.get(key) or {})
         tree = tree[key]
-    tree[path[-1]] = _from_text(value)
-
-
-def _from_text(value: Any) -> Any:
-    """Text that spells a list, mapping or nothing becomes one; other text stays for pydantic to convert by field type."""
-    if isinstance(value, str) and value.strip()[:1] in "[{" and value.strip():
-        return yaml.safe_load(value)
-    return None if isinstance(value, str) and value.strip().lower() in ("none", "null") else value
+    tree[path[-1]] = parsed(value, _kinds_at(path), f"{name} (from {source})")
+    return path
 
 
 def _validate(tree: dict[str, Any], source: str) -> RunConfig:
@@ -476,23 +455,15 @@ def _validate(tree: dict[str, Any], source: str) -> RunConfig:
         run = TypeAdapter(RunConfig).validate_python(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(problem, source) for problem in error.errors())) from None
-    _ = run.accumulation if run.stage != "eval" else 1
-    return run
-
-
-def _all_read(run: RunConfig, given: typing.Iterable[str], source: str) -> RunConfig:
-    """``run``; ConfigError for a setting given by hand that it does not read. What a preset brings along may lie idle."""
-    for *above, name in (path for path in (setting_path(name, source) for name in given) if path[-1] in READ_WITH):
-        section, needs = functools.reduce(getattr, above, run), READ_WITH[name]
-        value, has = getattr(section, name), {key: getattr(section, key) for key in needs}
-        if has != needs and value != type(section).model_fields[name].default:
-            raise ConfigError(f"{'.'.join((*above, name))} = {value!r} (from {source}) is read with {needs} only, not {has}; leave it out")
+    rules.check(run, source)
     return run
 
 
 def _explain(problem: dict, source: str) -> str:
-    path = ".".join(str(part) for part in problem["loc"] if part not in ("vlm", "clip"))
+    loc = [part for part in problem["loc"] if part not in ("vlm", "clip", "[key]")]
+    path, name = ".".join(map(str, loc)), str(loc[-1]) if loc else ""
     if problem["type"] == "extra_forbidden":
-        return f"no setting {path!r} (from {source}){nearest(path.split('.')[-1], {name.split('.')[-1] for name in setting_names()})}"
+        section = [field for kind in _kinds_at(loc[:-1]) if hasattr(kind, "model_fields") for field in kind.model_fields]
+        return f"no setting {path!r} (from {source}){hint(name, section if section else setting_names())}"
     shown = "" if isinstance(problem["input"], dict) else f" = {problem['input']!r}"
-    return f"{path or 'run'}{shown} (from {source}): {problem['msg'].removeprefix('Value error, ')}"
+    return f"{path or 'run'}{shown} (from {source}): {explain(problem, _kinds_at(loc), name)}"

@@ -161,7 +161,7 @@ def test_the_resolved_config_is_read_back_unchanged(tmp_path):
 
 def test_a_preset_file_with_an_unknown_name_is_refused(tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").write_text("model: {kind: clip, name: ViT-B-32}\nstages: {pretrian: {}}\n", encoding="utf8")
-    monkeypatch.setattr(config, "PARAMS", tmp_path)
+    monkeypatch.setenv("MMKIT_PARAMS", str(tmp_path))
     with pytest.raises(ConfigError, match="no stage 'pretrian'; did you mean 'pretrain'"):
         load("mine")
     (tmp_path / "mine.yaml").write_text("model: {kind: clip, name: ViT-B-32, lock_img: true}\n", encoding="utf8")
