@@ -1,12 +1,13 @@
 """The command line: the same functions as the notebooks.
 
-``mmkit doctor | plan | data | train | eval | launch | convert | figures | notebook``. Parsing imports nothing heavy, so ``--help`` is
+``mmkit doctor | settings | list | plan | data | train | eval | launch | convert | figures | notebook``. Parsing imports nothing heavy, so ``--help`` is
 quick. A user's error is one message and exit code 2; everything else is a traceback and exit code 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import logging
 import os
@@ -15,25 +16,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig, SourceConfig, changed, load_file, nearest
+from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig, SourceConfig, changed, load_file, nearest, setting_names
 from mmkit.launch.launch import ERROR_PREFIX
+from mmkit.presets import read_mapping
 from mmkit.storage import is_remote
+from mmkit.values import checked, hint, read_yaml
 
 if TYPE_CHECKING:
     from mmkit.data.check import Report
 
-LAUNCH_EPILOG = "targets: local starts this machine's processes; slurm submits a job script; tpu drives a TPU VM with gcloud"
+TRAIN_EXAMPLE = "mmkit train --model 8b-debug --stage finetune --steps 4 --set lr=1e-4 data.max_length=512"
+LAUNCH_EXAMPLE = """mmkit launch --slurm --model clip-vit-l-14 --stage pretrain --show
+
+targets: local starts this machine's processes; slurm submits a job script; tpu drives a TPU VM with gcloud"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses, runs one command and returns its exit code."""
     parser = build_parser()
-    options = parser.parse_args(arguments)
-    if not hasattr(options, "run_command"):
+    options, rest = parser.parse_known_args(arguments)
+    if not hasattr(options, "run_command") and not rest:
         parser.print_help()
         return 2
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
+        if rest:
+            _refuse(rest)
         return options.run_command(options) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -48,6 +56,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _refuse(words: list[str]) -> None:
+    """ConfigError for words that are no option: a setting's name, ours or another program's, belongs after --set."""
+    word = next((word for word in words if word.startswith("-")), words[0])
+    name = word.lstrip("-").partition("=")[0].replace("-", "_")
+    known = setting_names()
+    settings = [path for path in known if path == name or path.endswith(f".{name}")]
+    if settings:
+        raise ConfigError(f"no option {word}: it is a setting, write --set {settings[0] if len(settings) == 1 else name}=VALUE")
+    raise ConfigError(f"no option {word}{hint(name, known)}; settings are given by --set NAME=VALUE, `mmkit settings WORD` finds one")
+
+
 # ---------------------------------------------------------------- the parser
 
 
@@ -55,8 +74,10 @@ def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = argparse.ArgumentParser(prog="mmkit", description=__doc__.splitlines()[0])
     parser.set_defaults(verbose=False)
+    parser.add_argument("--version", action="version", version=f"mmkit {importlib.metadata.version('mmkit')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_doctor(commands)
+    _add_settings(commands)
     _add_plan(commands)
     _add_data(commands)
     _add_train(commands)
@@ -68,8 +89,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Any, name: str, run: Any, about: str, **more: Any) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=about, description=about, **more)
+def _command(commands: Any, name: str, run: Any, about: str, example: str) -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(name, help=about, description=about, epilog=f"example: {example}", formatter_class=raw)
     parser.add_argument("-v", "--verbose", action="store_true", help="log what happens; show the traceback of an error")
     parser.set_defaults(run_command=run)
     return parser
@@ -94,12 +116,23 @@ def _add_run_options(parser: argparse.ArgumentParser, stage: str | None = None) 
 
 
 def _add_doctor(commands: Any) -> None:
-    parser = _command(commands, "doctor", _doctor, "What is this machine, what is missing on it, and what to do about each fault.")
+    parser = _command(commands, "doctor", _doctor, "What is this machine, what is missing on it, and what to do about each fault.", "mmkit doctor")
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
+def _add_settings(commands: Any) -> None:
+    from mmkit.listing import LISTS
+
+    parser = _command(commands, "settings", _settings, "Every setting: name, type, default, meaning.", "mmkit settings lora")
+    parser.add_argument("word", nargs="?", default="", metavar="WORD", help="only those with it in their name or meaning")
+    parser.add_argument("--model", metavar="NAME", help="show the values of this preset as well")
+    parser.add_argument("--stage", metavar="|".join(STAGES), default="pretrain", help="of --model (default: pretrain)")
+    parser = _command(commands, "list", _list, "What there is to choose from.", "mmkit list models")
+    parser.add_argument("of", choices=LISTS)
+
+
 def _add_plan(commands: Any) -> None:
-    parser = _command(commands, "plan", _plan, "Memory, time and cost of a run, before a byte is downloaded.")
+    parser = _command(commands, "plan", _plan, "Memory, time and cost of a run, before a byte is downloaded.", "mmkit plan --model 13b --stage finetune --device a100-80gb --devices 64")
     _add_run_options(parser)
     parser.add_argument("--device", metavar="NAME", help="plan for this accelerator, as a100-80gb or tpu-v4 (default: this machine)")
     parser.add_argument("--devices", type=int, metavar="N", help="how many of them share the run")
@@ -110,9 +143,9 @@ def _add_plan(commands: Any) -> None:
 def _add_data(commands: Any) -> None:
     inner = commands.add_parser("data", help="Prepare, check and write data.", description="Prepare, check and write data.")
     kinds = inner.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    demo = _command(kinds, "demo", _data_demo, "Prepare the offline packs in the cache; show source, licence and counts of each.")
+    demo = _command(kinds, "demo", _data_demo, "Prepare the offline packs in the cache; show source, licence and counts of each.", "mmkit data demo easy_vqa")
     demo.add_argument("packs", nargs="*", metavar="PACK", help="only these packs")
-    check = _command(kinds, "check", _data_check, "Check a data file, or every source of a run: all paths, a decoded sample, before training.")
+    check = _command(kinds, "check", _data_check, "Check a data file, or every source of a run: all paths, a decoded sample, before training.", "mmkit data check my.json --images pics --model 8b")
     check.add_argument("file", nargs="?", metavar="FILE", help="a data file (default: the sources of the run)")
     check.add_argument("--images", metavar="DIR", help="folder that the file's relative image paths start from")
     formats = ("llava", "grit", "parquet", "csv", "webdataset", "pack")
@@ -120,7 +153,7 @@ def _add_data(commands: Any) -> None:
     check.add_argument("--report", metavar="JSON", help="write the whole report here as well")
     check.add_argument("--decode", type=int, default=64, metavar="N", help="examples to open fully; more where faults are found (default: 64)")
     _add_run_options(check)
-    shards = _command(kinds, "shards", _data_shards, "Write or check tar shards: samples, bad members, fields, per shard.")
+    shards = _command(kinds, "shards", _data_shards, "Write or check tar shards: samples, bad members, fields, per shard.", "mmkit data shards out --from pairs.csv --format csv")
     shards.add_argument("pattern", help="folder, file, URL or brace pattern: data/{000..012}.tar; with --from the folder to write")
     shards.add_argument("--from", dest="source", metavar="FILE", help="pairs to write as shards: a csv, llava, parquet or pack source")
     shards.add_argument("--format", choices=("csv", "llava", "parquet", "pack"), default="csv", help="of --from (default: csv)")
@@ -133,11 +166,11 @@ def _add_data(commands: Any) -> None:
 
 
 def _add_train(commands: Any) -> None:
-    _add_run_options(_command(commands, "train", _train, "Train one stage of a model."))
+    _add_run_options(_command(commands, "train", _train, "Train one stage of a model.", TRAIN_EXAMPLE))
 
 
 def _add_eval(commands: Any) -> None:
-    parser = _command(commands, "eval", _eval, "Score a trained run beside its baselines.")
+    parser = _command(commands, "eval", _eval, "Score a trained run beside its baselines.", "mmkit eval --model tiny --tasks easy_vqa --limit 50")
     _add_run_options(parser, stage="eval")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="score these (default: the preset's)")
     parser.add_argument("--limit", type=int, metavar="N", help="documents of each task")
@@ -145,7 +178,7 @@ def _add_eval(commands: Any) -> None:
 
 
 def _add_launch(commands: Any) -> None:
-    parser = _command(commands, "launch", _launch, "Train on this machine, a SLURM cluster or a TPU pod.", epilog=LAUNCH_EPILOG)
+    parser = _command(commands, "launch", _launch, "Train on this machine, a SLURM cluster or a TPU pod.", LAUNCH_EXAMPLE)
     _add_run_options(parser)
     parser.add_argument("--target", choices=("local", "slurm", "tpu"), default="local")
     for name in ("slurm", "tpu"):
@@ -155,7 +188,7 @@ def _add_launch(commands: Any) -> None:
 
 
 def _add_convert(commands: Any) -> None:
-    parser = _command(commands, "convert", _convert, "Read or write a published checkpoint.")
+    parser = _command(commands, "convert", _convert, "Read or write a published checkpoint.", "mmkit convert ferret-7b-delta exports/f --model ferret-7b --base vicuna-7b-v1.3")
     parser.add_argument("source", help="folder or file of the published checkpoint, or an export of ours with --to")
     parser.add_argument("target", help="folder to write")
     parser.add_argument("--model", metavar="NAME", help="the preset it belongs to; compared with what the release says")
@@ -167,7 +200,7 @@ def _add_convert(commands: Any) -> None:
 
 
 def _add_figures(commands: Any) -> None:
-    parser = _command(commands, "figures", _figures, "Draw figures, each as PNG and CSV.")
+    parser = _command(commands, "figures", _figures, "Draw figures, each as PNG and CSV.", "mmkit figures cambrian_benchmarks --out figures")
     parser.add_argument("names", nargs="*", metavar="NAME", help="which figures (default: all published ones)")
     parser.add_argument("--list", action="store_true", help="name them all")
     parser.add_argument("--out", default="runs/figures", metavar="DIR")
@@ -176,14 +209,14 @@ def _add_figures(commands: Any) -> None:
 def _add_notebook(commands: Any) -> None:
     inner = commands.add_parser("notebook", help="Run notebooks headless.", description="Run notebooks headless.")
     kinds = inner.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    run = _command(kinds, "run", _notebook_run, "Execute one notebook. Exit code: 0 done, 2 wrong input, 3 error in a cell, 4 kernel died.")
+    run = _command(kinds, "run", _notebook_run, "Execute one notebook. Exit code: 0 done, 2 wrong input, 3 error in a cell, 4 kernel died.", "mmkit notebook run 03_finetune -p model tiny -p lr 1e-4")
     run.add_argument("notebook", help="path, or a name of notebooks/ such as 03_finetune")
     run.add_argument("output", nargs="?", help="executed copy (default: runs/notebooks/)")
     run.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="a parameter")
     run.add_argument("-f", "--parameters", metavar="FILE", help="parameters as YAML or JSON")
     run.add_argument("--autosave", type=int, default=10, metavar="S", help="save the notebook every S seconds while a cell prints")
     run.add_argument("--timeout", type=int, metavar="S", help="longest time of one cell")
-    demo = _command(kinds, "demo", _notebook_demo, "Prepare the offline data, run all notebooks on it, and collect the results.")
+    demo = _command(kinds, "demo", _notebook_demo, "Prepare the offline data, run all notebooks on it, and collect the results.", "mmkit notebook demo")
     demo.add_argument("--model", default="tiny", metavar="NAME")
     demo.add_argument("--clip", default="clip-tiny", metavar="NAME")
 
@@ -236,6 +269,23 @@ def _doctor(options: argparse.Namespace) -> int:
     report = examine()
     print(json.dumps(report.rows(), indent=1) if options.json else report)
     return 1 if report.faults else 0
+
+
+def _settings(options: argparse.Namespace) -> int:
+    from mmkit.config import load
+    from mmkit.listing import settings
+    from mmkit.notebook.tables import text
+
+    print(text(settings(options.word, load(options.model, options.stage) if options.model else None)))
+    return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    from mmkit.listing import names
+    from mmkit.notebook.tables import text
+
+    print(text(names(options.of)))
+    return 0
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -299,21 +349,6 @@ def _launch_tpu(run: RunConfig, wanted: dict[str, str], show: bool) -> int:
     return tpu.start(run, target, show=show)
 
 
-def checked(kind: Any, values: dict[str, Any], source: str) -> Any:
-    """A Settings object of ``values``; ConfigError names the field at fault and the nearest right one."""
-    unknown = [name for name in values if name not in kind.model_fields]
-    if unknown:
-        raise ConfigError(
-            f"no option {unknown[0]!r} (from {source}){nearest(unknown[0], kind.model_fields)}; there are {', '.join(kind.model_fields)}"
-        )
-    try:
-        return kind(**values)
-    except ValueError as error:
-        problem = error.errors()[0]
-        field = f"{problem['loc'][0]} = {problem['input']!r} (from {source})" if problem["loc"] else source  # no field where two do not fit
-        raise ConfigError(f"{field}: {problem['msg'].removeprefix('Value error, ')}") from None
-
-
 def _data_demo(options: argparse.Namespace) -> int:
     from mmkit.data.demo import prepare
     from mmkit.notebook.tables import text
@@ -364,11 +399,9 @@ def _check_file(options: argparse.Namespace) -> Report:
 
 
 def _data_shards(options: argparse.Namespace) -> int:
-    import yaml
-
     from mmkit.data.check import check, opened
 
-    rules = [checked(FilterRule, {"key": key, "op": op, "value": yaml.safe_load(value)}, "--filter") for key, op, value in options.filter]
+    rules = [checked(FilterRule, {"key": key, "op": op, "value": read_yaml(value, "--filter")}, "--filter") for key, op, value in options.filter]
     if options.source:
         _write_shards(options)
     shards = SourceConfig(name=options.pattern, format="webdataset", path=options.pattern, filters=tuple(rules))
@@ -449,11 +482,6 @@ def _notebook_run(options: argparse.Namespace) -> int:
 
 def read_values(path: str) -> dict[str, Any]:
     """Parameters out of a YAML or JSON file; ConfigError where it holds no mapping."""
-    import yaml
-
     if not Path(path).is_file():
         raise ConfigError(f"no parameter file {path}")
-    values = yaml.safe_load(Path(path).read_text(encoding="utf8"))
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a {type(values).__name__}; write one `name: value` a line")
-    return {str(name): value for name, value in values.items()}
+    return {str(name): value for name, value in read_mapping(Path(path)).items()}

@@ -55,7 +55,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """The mapping that a YAML file holds, empty for an empty file; ConfigError where it holds something else."""
     tree = read_yaml(path.read_text(encoding="utf8"), str(path))
     if not isinstance(tree or {}, dict):
-        raise ConfigError(f"{path} holds a {type(tree).__name__}; write `name: value` lines, as train: {{steps: 100}}")
+        raise ConfigError(f"{path} holds a {type(tree).__name__}; write one `name: value` a line")
     return tree or {}
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from mmkit.errors import ConfigError
 from mmkit.foreign_names import our_value, ours
@@ -134,3 +134,20 @@ def explain(problem: dict[str, Any], kinds: Sequence[Any], name: str) -> str:
         return f"has {context['actual_length']} values, {'at least' if about == 'too_short' else 'at most'} {context[least]} are wanted"
     words = problem["msg"].removeprefix("Value error, ").replace("Input should be ", "must be ")
     return words if about == "value_error" or about.startswith(("greater", "less")) else wanted.get(about.split("_")[0], words)
+
+
+def checked(kind: type[BaseModel], values: dict[str, Any], source: str) -> Any:
+    """A Settings object of ``values``; ConfigError names the field at fault and the nearest right one."""
+    unknown = [name for name in values if name not in kind.model_fields]
+    if unknown:
+        raise ConfigError(
+            f"no option {unknown[0]!r} (from {source}){hint(unknown[0], kind.model_fields)}; there are {', '.join(kind.model_fields)}"
+        )
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = str(problem["loc"][0]) if problem["loc"] else ""  # no field where two do not fit
+        kinds = kinds_of(kind.model_fields[name].annotation) if name else [kind]
+        field = f"{name} = {problem['input']!r} (from {source})" if name else source
+        raise ConfigError(f"{field}: {explain(problem, kinds, name)}") from None

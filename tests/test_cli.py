@@ -183,7 +183,7 @@ def test_shards_are_checked_by_captions_name_rules_and_decoded_pictures(pairs, c
 def test_parameters_of_a_notebook_may_come_from_a_file(tmp_path):
     path = tmp_path / "values.yaml"
     path.write_text("model: 13b\nlr: 1e-4\nsettings: {train.global_batch: 64}\n")
-    assert cli.read_values(str(path)) == {"model": "13b", "lr": "1e-4", "settings": {"train.global_batch": 64}}
+    assert cli.read_values(str(path)) == {"model": "13b", "lr": 1e-4, "settings": {"train.global_batch": 64}}
     path.write_text("- a\n")
     with pytest.raises(ConfigError, match="one `name: value`"):
         cli.read_values(str(path))

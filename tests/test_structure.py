@@ -17,10 +17,10 @@ LIMITS = (
     "copied_functions=0 nb_longest_cell=12 nb_definitions=0 nb_with_outputs=0 nb_without_parameters=0 documented_pct>=80 test_ratio>=0.5"
 ).split()
 LEVELS = (  # a folder may import from its own and from lower rows, never from a sibling in its own row
-    ("errors", "config", "rules", "letterbox", "cache", "storage"),
+    ("errors", "config", "rules", "values", "presets", "foreign_names", "letterbox", "cache", "storage"),
     ("models", "data", "sharding"),
     ("training", "evaluation"),
-    ("launch", "notebook", "figures", "doctor", "cli", "__main__"),
+    ("launch", "notebook", "figures", "doctor", "listing", "cli", "__main__"),
 )
 TOP_MAY_MIX = set(LEVELS[-1])  # the entry points call each other
 

@@ -55,6 +55,7 @@ class Parameter:
 
 def declared(source: str) -> dict[str, Parameter]:
     """The parameters a cell declares, by name; ConfigError where a default is no literal."""
+    source = MAGIC.sub("", source)
     lines = source.splitlines()
     found = {}
     for node in ast.parse(source).body:
