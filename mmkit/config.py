@@ -53,6 +53,7 @@ class ConnectorConfig(Settings):
     kind: Literal["sva", "mlp", "linear", "identity"] = "sva"  # SVA, an MLP, one linear layer, or the grid as it is
     width: int = 1024  # V, `vision_hidden_size`
     heads: int = 16  # of each SVA layer's attention
+    layer: Literal["joint", "separate"] = "joint"  # of SVA: one attention over all encoders (published), or one each, mixed
     depth: int = Field(3, ge=1)  # SVA layers, or linear layers of the MLP
     query_sides: tuple[int, ...] = (24,)  # one learned query a group, on a grid of this side
     grid_side: int | None = Field(None, gt=0)  # of the grid the language model sees; None = the largest query side
@@ -275,6 +276,7 @@ class TrainConfig(Settings):
     log_every: int = Field(1, ge=1)  # steps between reads of the device and lines of metrics.jsonl
     eval_every: int = Field(0, ge=0)  # steps (eval_unit) between measurements of data.validation and evaluation.tasks; 0 = never
     eval_unit: Literal["steps", "epochs"] = "steps"  # an epoch is data.samples_per_epoch where that is set
+    tensorboard: bool = False  # the numbers of metrics.jsonl in ROOT/MODEL/STAGE/NAME/tensorboard as well
     allow_no_grad: tuple[str, ...] = ()  # patterns of trainable tensors that may stay without a gradient
     contrastive: ContrastiveConfig = ContrastiveConfig()  # the loss of clip models
     stability: StabilityConfig = StabilityConfig()  # what is done on a loss spike

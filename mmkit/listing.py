@@ -81,7 +81,9 @@ def _text(value: Any) -> str:
     """A value as it is written after ``--set NAME=``."""
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(_text, value))}]"
-    return {None: "none", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, (dict, Settings)) else "{}"
+    if isinstance(value, (dict, Settings)):
+        return "{}"
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _value(run: RunConfig, path: str) -> str:

@@ -63,7 +63,7 @@ def preset_tree(name: str, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The file's tree over its base's. A user's file whose base has its own name stands on the kit's file of that name."""
     files = params_files("*.yaml")
     if name not in files:
-        raise ConfigError(f"no model {name!r}{nearest(name, files)}; models are {', '.join(files)}")
+        raise ConfigError(f"no model {name!r}{nearest(name, files)}; models are {', '.join(presets())}")
     path = next((file for file in files[name] if file not in chain), None)
     if path is None:
         raise ConfigError(f"params: base files form a ring: {' -> '.join((*(file.stem for file in chain), name))}")

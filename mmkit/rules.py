@@ -31,6 +31,11 @@ def check(run: RunConfig, source: str) -> None:
     if run.resume.lower() in ("latest", "true", "false", "yes", "no", ""):
         word = "never" if run.resume.lower() in ("false", "no") else "auto"
         raise ConfigError(f"resume = {run.resume!r} (from {source}): write {word}; or step-N, epoch-N, a checkpoint's path")
+    if run.train.tensorboard and "://" in run.root:
+        raise ConfigError(
+            f"train.tensorboard with root = {run.root!r} (from {source}): TensorBoard's files are written to a disk only; metrics.jsonl, "
+            "which has the same numbers, goes to the bucket"
+        )
     _ = run.accumulation if run.stage != "eval" else 1
 
 
