@@ -246,13 +246,13 @@ class CheckpointConfig(Settings):
 
 
 class ContrastiveConfig(Settings):
-    """The loss of clip models (clip-training section 1, 2, 5)."""
+    """The loss of clip models."""
 
     kind: Literal["clip", "siglip", "coca", "distill"] = "clip"  # the loss
     local_loss: bool = True  # each process compares its own rows with all (the same sum, less memory)
     gather_with_grad: bool = True  # gradients flow through gathered features
     siglip_exchange: Literal["gather", "bidir", "shift", "reduce"] = "gather"  # how SigLIP's texts travel between processes
-    logits_fp32: bool = True
+    logits_fp32: bool = True  # similarities are computed in fp32 whatever the precision
     chunk: int = Field(0, ge=0)  # rows of the similarity at a time; 0 = all
     distill_from: str | None = None  # open_clip name of the teacher
     distill_weights: str | None = None  # the teacher's weights, a tag or file

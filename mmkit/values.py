@@ -48,8 +48,8 @@ def read_yaml(text: str, source: str) -> Any:
         return yaml.load(text, Yaml)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f" (line {mark.line + 1})" if mark and "\n" in text.strip() else ""
-        shown = "" if "\n" in text.strip() else f" {text!r}"
+        place = f" (line {mark.line + 1})" if mark and "\n" in text else ""
+        shown = "" if "\n" in text else f" {text!r}"
         raise ConfigError(f"{source}{place}:{shown} is no YAML: {getattr(error, 'problem', None) or error}") from None
 
 

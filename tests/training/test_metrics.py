@@ -48,6 +48,29 @@ def test_a_line_is_on_the_disk_before_the_next_step(tmp_path):
     file.close()
 
 
+def curve(folder) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_the_numbers_of_metrics_jsonl_also_after_a_resume_and_anew(tmp_path):
+    for last, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        file = MetricsFile(str(tmp_path), last_step=last, tensorboard=True)
+        for step in steps:
+            file.write({"step": step, "loss": step + last / 8, "lr": 0.5, "note": "text"})
+        file.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert curve(tmp_path) == {name: [(line["step"], line[name]) for line in lines] for name in ("loss", "lr")}
+    assert [line["loss"] for line in lines] == [1, 2, 3.25, 4.25]
+    file = MetricsFile(str(tmp_path), tensorboard=True)
+    file.write({"step": 1, "loss": 9.0})
+    file.close()
+    assert curve(tmp_path) == {"loss": [(1, 9.0)]}
+
+
 def test_environment_names_versions_and_hardware():
     facts = environment(data={"fingerprint": "x"})
     assert torch.__version__.startswith(facts["versions"]["torch"]) and facts["hardware"]["cpus"] >= 1 and facts["data"] == {"fingerprint": "x"}
