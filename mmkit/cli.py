@@ -12,15 +12,16 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig, SourceConfig, changed, load_file, nearest, setting_names
+from mmkit.foreign_names import ours
 from mmkit.launch.launch import ERROR_PREFIX
 from mmkit.presets import read_mapping
 from mmkit.storage import is_remote
-from mmkit.values import checked, hint, read_yaml
+from mmkit.values import checked, read_yaml
 
 if TYPE_CHECKING:
     from mmkit.data.check import Report
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         if rest:
-            _refuse(rest)
+            _refuse(rest, vars(options))
         return options.run_command(options) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -56,15 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _refuse(words: list[str]) -> None:
-    """ConfigError for words that are no option: a setting's name, ours or another program's, belongs after --set."""
+def _refuse(words: list[str], options: Iterable[str]) -> None:
+    """ConfigError for words that are none of the command's ``options``: a setting's name, ours or another program's, goes after --set."""
     word = next((word for word in words if word.startswith("-")), words[0])
     name = word.lstrip("-").partition("=")[0].replace("-", "_")
     known = setting_names()
     settings = [path for path in known if path == name or path.endswith(f".{name}")]
     if settings:
         raise ConfigError(f"no option {word}: it is a setting, write --set {settings[0] if len(settings) == 1 else name}=VALUE")
-    raise ConfigError(f"no option {word}{hint(name, known)}; settings are given by --set NAME=VALUE, `mmkit settings WORD` finds one")
+    if there := ours(name):
+        raise ConfigError(f"no option {word}{there}; settings are given by --set NAME=VALUE")
+    near = nearest(name, {*options, *(path.rpartition(".")[2] for path in known)})
+    raise ConfigError(f"no option {word}; settings are given by --set NAME=VALUE, `mmkit settings WORD` finds one{near}")
 
 
 # ---------------------------------------------------------------- the parser

@@ -19,7 +19,7 @@ from mmkit.errors import ConfigError
 from mmkit.presets import PARAMS as PARAMS
 from mmkit.presets import merge, origin, preset_tree, read_mapping
 from mmkit.presets import presets as presets
-from mmkit.values import explain, hint, kinds_of, nearest, parsed
+from mmkit.values import example, explain, hint, kinds_of, nearest, parsed
 
 Stage = Literal["pretrain", "finetune", "eval"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -402,9 +402,10 @@ def setting_path(name: str, source: str = "overrides") -> tuple[str, ...]:
         return tuple(hits[0].split("."))
     if hits:
         raise ConfigError(f"setting {name!r} from {source} is ambiguous: say {' or '.join(hits)}")
-    lists = {field: path for path, kind in known.items() for each in _listed(kind) for field in each.model_fields}
-    if name in lists:
-        raise ConfigError(f"no setting {name!r} (from {source}); it belongs to an entry of {lists[name]}: give that whole list")
+    lists = [(path, kind) for path, kind in known.items() for each in _listed(kind) if name in each.model_fields]
+    if lists:
+        path, kind = lists[0]
+        raise ConfigError(f"no setting {name!r} (from {source}); entries of {path} have it: give the whole list, as {example(kinds_of(kind))}")
     raise ConfigError(f"no setting {name!r} (from {source}){hint(name, {path.rpartition('.')[2] for path in known} | set(known))}")
 
 

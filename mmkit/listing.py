@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import typing
 from typing import Any, Literal
@@ -47,6 +48,7 @@ def _rows(section: type[Settings], prefix: str = "") -> list[Row]:
     return list(rows.values())
 
 
+@functools.cache
 def _meanings() -> dict[str, dict[str, str]]:
     """Class -> field -> the comment beside it in config.py: the one place where a setting is explained."""
     source = inspect.getsource(config)

@@ -141,7 +141,7 @@ def checked(kind: type[BaseModel], values: dict[str, Any], source: str) -> Any:
     unknown = [name for name in values if name not in kind.model_fields]
     if unknown:
         raise ConfigError(
-            f"no option {unknown[0]!r} (from {source}){hint(unknown[0], kind.model_fields)}; there are {', '.join(kind.model_fields)}"
+            f"no option {unknown[0]!r} (from {source}){nearest(unknown[0], kind.model_fields)}; there are {', '.join(kind.model_fields)}"
         )
     try:
         return kind(**values)

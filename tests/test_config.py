@@ -148,7 +148,7 @@ def test_text_is_converted_by_the_fields_type(name, value, want):
         ({"lr_of": "1e-3"}, ["train.optimizer.lr_of", "a mapping is wanted, as {language: 0.5}"]),
         ({"name": 7}, ["name = 7", "a text is wanted; quote it"]),
         ({"model.language.architecture.vocab_size": "[1, 2"}, ["vocab_size", "the command line", "is no YAML"]),
-        ({"images": "pics"}, ["no setting 'images'", "an entry of data.", "give that whole list"]),
+        ({"images": "pics"}, ["no setting 'images'", "entries of data.sources have it", "as [{name: NAME, format: llava"]),
         ({"resume": "latest"}, ["resume = 'latest'", "write auto"]),
         ({"kind": "sva"}, ["ambiguous", "model.connector.kind"]),
         ({"global_batch": 100}, ["global_batch 100", "device_batch 16", "use 128 or 256"]),
