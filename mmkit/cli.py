@@ -1,7 +1,7 @@
 """The command line: the same functions as the notebooks.
 
-``mmkit doctor | settings | list | plan | data | train | eval | launch | convert | figures | notebook``. Parsing imports nothing heavy, so ``--help`` is
-quick. A user's error is one message and exit code 2; everything else is a traceback and exit code 1.
+``mmkit doctor | settings | list | plan | data | train | eval | launch | convert | figures | notebook``. Parsing imports nothing heavy,
+so ``--help`` is quick. A user's error is one message and exit code 2; everything else is a traceback and exit code 1.
 """
 
 from __future__ import annotations
@@ -19,18 +19,13 @@ from typing import TYPE_CHECKING, Any
 from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig, SourceConfig, changed, load_file, nearest, setting_names
 from mmkit.foreign_names import ours
 from mmkit.launch.launch import ERROR_PREFIX
+from mmkit.listing import EXAMPLES, LISTS
 from mmkit.presets import read_mapping
 from mmkit.storage import is_remote
 from mmkit.values import checked, read_yaml
 
 if TYPE_CHECKING:
     from mmkit.data.check import Report
-
-TRAIN_EXAMPLE = "mmkit train --model 8b-debug --stage finetune --steps 4 --set lr=1e-4 data.max_length=512"
-LAUNCH_EXAMPLE = """mmkit launch --slurm --model clip-vit-l-14 --stage pretrain --show
-
-targets: local starts this machine's processes; slurm submits a job script; tpu drives a TPU VM with gcloud"""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses, runs one command and returns its exit code."""
@@ -93,9 +88,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Any, name: str, run: Any, about: str, example: str) -> argparse.ArgumentParser:
+def _command(commands: Any, name: str, run: Any, about: str) -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser(name, help=about, description=about, epilog=f"example: {example}", formatter_class=raw)
+    parser = commands.add_parser(name, help=about, description=about, formatter_class=raw)
+    parser.epilog = f"example: {EXAMPLES[parser.prog.removeprefix('mmkit ')]}"
     parser.add_argument("-v", "--verbose", action="store_true", help="log what happens; show the traceback of an error")
     parser.set_defaults(run_command=run)
     return parser
@@ -120,23 +116,21 @@ def _add_run_options(parser: argparse.ArgumentParser, stage: str | None = None) 
 
 
 def _add_doctor(commands: Any) -> None:
-    parser = _command(commands, "doctor", _doctor, "What is this machine, what is missing on it, and what to do about each fault.", "mmkit doctor")
+    parser = _command(commands, "doctor", _doctor, "What is this machine, what is missing on it, and what to do about each fault.")
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def _add_settings(commands: Any) -> None:
-    from mmkit.listing import LISTS
-
-    parser = _command(commands, "settings", _settings, "Every setting: name, type, default, meaning.", "mmkit settings lora")
+    parser = _command(commands, "settings", _settings, "Every setting: name, type, default, meaning.")
     parser.add_argument("word", nargs="?", default="", metavar="WORD", help="only those with it in their name or meaning")
     parser.add_argument("--model", metavar="NAME", help="show the values of this preset as well")
     parser.add_argument("--stage", metavar="|".join(STAGES), default="pretrain", help="of --model (default: pretrain)")
-    parser = _command(commands, "list", _list, "What there is to choose from.", "mmkit list models")
+    parser = _command(commands, "list", _list, "What there is to choose from.")
     parser.add_argument("of", choices=LISTS)
 
 
 def _add_plan(commands: Any) -> None:
-    parser = _command(commands, "plan", _plan, "Memory, time and cost of a run, before a byte is downloaded.", "mmkit plan --model 13b --stage finetune --device a100-80gb --devices 64")
+    parser = _command(commands, "plan", _plan, "Memory, time and cost of a run, before a byte is downloaded.")
     _add_run_options(parser)
     parser.add_argument("--device", metavar="NAME", help="plan for this accelerator, as a100-80gb or tpu-v4 (default: this machine)")
     parser.add_argument("--devices", type=int, metavar="N", help="how many of them share the run")
@@ -147,9 +141,9 @@ def _add_plan(commands: Any) -> None:
 def _add_data(commands: Any) -> None:
     inner = commands.add_parser("data", help="Prepare, check and write data.", description="Prepare, check and write data.")
     kinds = inner.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    demo = _command(kinds, "demo", _data_demo, "Prepare the offline packs in the cache; show source, licence and counts of each.", "mmkit data demo easy_vqa")
+    demo = _command(kinds, "demo", _data_demo, "Prepare the offline packs in the cache; show source, licence and counts of each.")
     demo.add_argument("packs", nargs="*", metavar="PACK", help="only these packs")
-    check = _command(kinds, "check", _data_check, "Check a data file, or every source of a run: all paths, a decoded sample, before training.", "mmkit data check my.json --images pics --model 8b")
+    check = _command(kinds, "check", _data_check, "Check a data file, or every source of a run: all paths, a decoded sample, before training.")
     check.add_argument("file", nargs="?", metavar="FILE", help="a data file (default: the sources of the run)")
     check.add_argument("--images", metavar="DIR", help="folder that the file's relative image paths start from")
     formats = ("llava", "grit", "parquet", "csv", "webdataset", "pack")
@@ -157,7 +151,7 @@ def _add_data(commands: Any) -> None:
     check.add_argument("--report", metavar="JSON", help="write the whole report here as well")
     check.add_argument("--decode", type=int, default=64, metavar="N", help="examples to open fully; more where faults are found (default: 64)")
     _add_run_options(check)
-    shards = _command(kinds, "shards", _data_shards, "Write or check tar shards: samples, bad members, fields, per shard.", "mmkit data shards out --from pairs.csv --format csv")
+    shards = _command(kinds, "shards", _data_shards, "Write or check tar shards: samples, bad members, fields, per shard.")
     shards.add_argument("pattern", help="folder, file, URL or brace pattern: data/{000..012}.tar; with --from the folder to write")
     shards.add_argument("--from", dest="source", metavar="FILE", help="pairs to write as shards: a csv, llava, parquet or pack source")
     shards.add_argument("--format", choices=("csv", "llava", "parquet", "pack"), default="csv", help="of --from (default: csv)")
@@ -170,11 +164,11 @@ def _add_data(commands: Any) -> None:
 
 
 def _add_train(commands: Any) -> None:
-    _add_run_options(_command(commands, "train", _train, "Train one stage of a model.", TRAIN_EXAMPLE))
+    _add_run_options(_command(commands, "train", _train, "Train one stage of a model."))
 
 
 def _add_eval(commands: Any) -> None:
-    parser = _command(commands, "eval", _eval, "Score a trained run beside its baselines.", "mmkit eval --model tiny --tasks easy_vqa --limit 50")
+    parser = _command(commands, "eval", _eval, "Score a trained run beside its baselines.")
     _add_run_options(parser, stage="eval")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="score these (default: the preset's)")
     parser.add_argument("--limit", type=int, metavar="N", help="documents of each task")
@@ -182,7 +176,7 @@ def _add_eval(commands: Any) -> None:
 
 
 def _add_launch(commands: Any) -> None:
-    parser = _command(commands, "launch", _launch, "Train on this machine, a SLURM cluster or a TPU pod.", LAUNCH_EXAMPLE)
+    parser = _command(commands, "launch", _launch, "Train on this machine, a SLURM cluster or a TPU pod.")
     _add_run_options(parser)
     parser.add_argument("--target", choices=("local", "slurm", "tpu"), default="local")
     for name in ("slurm", "tpu"):
@@ -192,7 +186,7 @@ def _add_launch(commands: Any) -> None:
 
 
 def _add_convert(commands: Any) -> None:
-    parser = _command(commands, "convert", _convert, "Read or write a published checkpoint.", "mmkit convert ferret-7b-delta exports/f --model ferret-7b --base vicuna-7b-v1.3")
+    parser = _command(commands, "convert", _convert, "Read or write a published checkpoint.")
     parser.add_argument("source", help="folder or file of the published checkpoint, or an export of ours with --to")
     parser.add_argument("target", help="folder to write")
     parser.add_argument("--model", metavar="NAME", help="the preset it belongs to; compared with what the release says")
@@ -204,7 +198,7 @@ def _add_convert(commands: Any) -> None:
 
 
 def _add_figures(commands: Any) -> None:
-    parser = _command(commands, "figures", _figures, "Draw figures, each as PNG and CSV.", "mmkit figures cambrian_benchmarks --out figures")
+    parser = _command(commands, "figures", _figures, "Draw figures, each as PNG and CSV.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="which figures (default: all published ones)")
     parser.add_argument("--list", action="store_true", help="name them all")
     parser.add_argument("--out", default="runs/figures", metavar="DIR")
@@ -213,14 +207,14 @@ def _add_figures(commands: Any) -> None:
 def _add_notebook(commands: Any) -> None:
     inner = commands.add_parser("notebook", help="Run notebooks headless.", description="Run notebooks headless.")
     kinds = inner.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    run = _command(kinds, "run", _notebook_run, "Execute one notebook. Exit code: 0 done, 2 wrong input, 3 error in a cell, 4 kernel died.", "mmkit notebook run 03_finetune -p model tiny -p lr 1e-4")
+    run = _command(kinds, "run", _notebook_run, "Execute one notebook. Exit code: 0 done, 2 wrong input, 3 error in a cell, 4 kernel died.")
     run.add_argument("notebook", help="path, or a name of notebooks/ such as 03_finetune")
     run.add_argument("output", nargs="?", help="executed copy (default: runs/notebooks/)")
     run.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="a parameter")
     run.add_argument("-f", "--parameters", metavar="FILE", help="parameters as YAML or JSON")
     run.add_argument("--autosave", type=int, default=10, metavar="S", help="save the notebook every S seconds while a cell prints")
     run.add_argument("--timeout", type=int, metavar="S", help="longest time of one cell")
-    demo = _command(kinds, "demo", _notebook_demo, "Prepare the offline data, run all notebooks on it, and collect the results.", "mmkit notebook demo")
+    demo = _command(kinds, "demo", _notebook_demo, "Prepare the offline data, run all notebooks on it, and collect the results.")
     demo.add_argument("--model", default="tiny", metavar="NAME")
     demo.add_argument("--clip", default="clip-tiny", metavar="NAME")
 
@@ -405,7 +399,8 @@ def _check_file(options: argparse.Namespace) -> Report:
 def _data_shards(options: argparse.Namespace) -> int:
     from mmkit.data.check import check, opened
 
-    rules = [checked(FilterRule, {"key": key, "op": op, "value": read_yaml(value, "--filter")}, "--filter") for key, op, value in options.filter]
+    given = [{"key": key, "op": op, "value": read_yaml(value, "--filter")} for key, op, value in options.filter]
+    rules = [checked(FilterRule, values, "--filter") for values in given]
     if options.source:
         _write_shards(options)
     shards = SourceConfig(name=options.pattern, format="webdataset", path=options.pattern, filters=tuple(rules))

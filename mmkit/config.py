@@ -405,7 +405,8 @@ def setting_path(name: str, source: str = "overrides") -> tuple[str, ...]:
     lists = [(path, kind) for path, kind in known.items() for each in _listed(kind) if name in each.model_fields]
     if lists:
         path, kind = lists[0]
-        raise ConfigError(f"no setting {name!r} (from {source}); entries of {path} have it: give the whole list, as {example(kinds_of(kind))}")
+        whole = f"give the whole list, as {example(kinds_of(kind))}"
+        raise ConfigError(f"no setting {name!r} (from {source}); entries of {path} have it: {whole}")
     raise ConfigError(f"no setting {name!r} (from {source}){hint(name, {path.rpartition('.')[2] for path in known} | set(known))}")
 
 

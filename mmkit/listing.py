@@ -1,4 +1,5 @@
-"""What there is to choose from: settings with their meaning, models, tasks, templates, encoders, packs, backends, figures."""
+"""What there is to choose from: settings with their meaning, models, tasks, templates, encoders, packs, backends, figures; and
+an example of each command for its ``--help``."""
 
 from __future__ import annotations
 
@@ -15,6 +16,23 @@ from mmkit.presets import params_files
 from mmkit.values import kinds_of
 
 Row = dict[str, Any]
+EXAMPLES = {  # command -> what its --help shows
+    "doctor": "mmkit doctor",
+    "settings": "mmkit settings lora --model tiny --stage finetune",
+    "list": "mmkit list models",
+    "plan": "mmkit plan --model 13b --stage finetune --device a100-80gb --devices 64",
+    "data demo": "mmkit data demo easy_vqa",
+    "data check": "mmkit data check my.json --images pics --model 8b",
+    "data shards": "mmkit data shards out --from pairs.csv --format csv",
+    "train": "mmkit train --model 8b-debug --stage finetune --steps 4 --set lr=1e-4 data.max_length=512",
+    "eval": "mmkit eval --model tiny --tasks easy_vqa --limit 50",
+    "launch": "mmkit launch --slurm --model clip-vit-l-14 --stage pretrain --show\n\ntargets: local starts this machine's processes; slurm "
+    "submits a job script; tpu drives a TPU VM with gcloud",
+    "convert": "mmkit convert ferret-7b-delta exports/f --model ferret-7b --base vicuna-7b-v1.3",
+    "figures": "mmkit figures cambrian_benchmarks --out figures",
+    "notebook run": "mmkit notebook run 03_finetune -p model tiny -p lr 1e-4",
+    "notebook demo": "mmkit notebook demo",
+}
 
 
 def settings(word: str = "", run: RunConfig | None = None) -> list[Row]:
@@ -94,7 +112,8 @@ def _value(run: RunConfig, path: str) -> str:
         if not hasattr(here, part):
             return "-"  # of the other kind of model, or inside a list
         here = getattr(here, part)
-    return "..." if isinstance(here, (dict, Settings)) or here and isinstance(here, tuple) and isinstance(here[0], Settings) else _text(here)
+    entries = here if isinstance(here, tuple) else (here,)
+    return "..." if any(isinstance(entry, (dict, Settings)) for entry in entries) else _text(here)
 
 
 # ---------------------------------------------------------------- lists of names

@@ -29,7 +29,8 @@ def params_files(pattern: str) -> dict[str, list[Path]]:
     """
     named = os.environ.get("MMKIT_PARAMS")
     if named and not Path(named).is_dir():
-        raise ConfigError(f"MMKIT_PARAMS = {named!r} is no folder; make it, or unset the variable: params/ of the working folder is read too")
+        why = "make it, or unset the variable: params/ of the working folder is read too"
+        raise ConfigError(f"MMKIT_PARAMS = {named!r} is no folder; {why}")
     own = [Path(named)] if named else []
     folders = dict.fromkeys(folder.resolve() for folder in (*own, Path("params"), workspace() / "params", PARAMS))
     found: dict[str, list[Path]] = {}

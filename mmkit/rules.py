@@ -43,8 +43,8 @@ def check_name(setting: str, name: str, source: str) -> None:
     """ConfigError for a name that would not be one folder: a run lies in ``root/preset/stage/name``."""
     if not NAME.fullmatch(name):
         raise ConfigError(
-            f"{setting} = {name!r} (from {source}): a name has letters a-z, digits, '.', '_' and '-', at most 100, and begins with a letter, "
-            "a digit or '_', as lr-1e-4; another place for runs is set by root"
+            f"{setting} = {name!r} (from {source}): a name has letters a-z, digits, '.', '_' and '-', at most 100, "
+            "and begins with a letter, a digit or '_', as lr-1e-4; another place for runs is set by root"
         )
 
 

@@ -35,10 +35,11 @@ class Yaml(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         """The mapping; an error where a key stands twice, of which YAML would silently keep the last."""
-        seen: dict[str, int] = {}
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<" and seen.setdefault(key.value, key.start_mark.line) != key.start_mark.line:
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
+            if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands there twice", key.start_mark)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 

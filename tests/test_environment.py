@@ -64,7 +64,8 @@ def test_a_wheel_names_every_folder_of_the_package_with_its_data_files():
 
 
 NOT_IMPORTED = {  # what is installed and imported by no line of ours, and why
-    "sentencepiece": "slow tokenizers of transformers (Vicuna)", "protobuf": "tokenizers of transformers", "tiktoken": "tokenizers of transformers",
+    "sentencepiece": "slow tokenizers of transformers (Vicuna)", "protobuf": "tokenizers of transformers",
+    "tiktoken": "tokenizers of transformers",
     "gguf": "weights of transformers", "jupyterlab": "make lab", "ipykernel": "the kernel of notebooks", "nbclient": "papermill's engine",
     "ipywidgets": "progress bars of transformers and huggingface_hub in notebooks, which print a warning without it",
     "tensorboard": "torch.utils.tensorboard writes with it (train.tensorboard)", "torchvision": "open_clip and timm",

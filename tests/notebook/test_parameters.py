@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -133,7 +134,7 @@ def warm(*later: str) -> dict:
         (CELL + "\nshare_imag = False", "'share_imag'.*did you mean 'share_image'"),  # a value that stands for "the preset's own"
         (CELL + "\nwarmpu: float = 0.0", "did you mean 'warmup'"),
         ("%matplotlib inline\n" + CELL + "\nlrr = 1e-4", "did you mean 'lr'"),
-        (CELL.replace(": str", "").replace(": float", "").replace(": int", "").replace(": bool", "").replace(": dict", "") + "\nlrr = 1", "did you mean 'lr'"),
+        (re.sub(r"(?m)^(\w+): \w+", r"\1", CELL) + "\nlrr = 1", "did you mean 'lr'"),
         (CELL + "\nimport os", "write one `name: type = literal"),
         (CELL + "\nlr = lr * 2", "no literal"),
     ],
@@ -145,7 +146,8 @@ def test_a_wrong_name_in_an_edited_parameters_cell_is_seen_in_a_warm_kernel(cell
 
 
 def test_names_of_other_cells_are_the_notebooks_own():
-    namespace = warm("lrr = 1e-4\nwarmpu = 3", "rows = [1]\nk: int = len(rows)", "for step in rows:\n    pass", "def f(x: int = 3):\n    return x")
+    own = ("lrr = 1e-4\nwarmpu = 3", "rows = [1]\nk: int = len(rows)", "for step in rows:\n    pass", "def f(x: int = 3):\n    return x")
+    namespace = warm(*own)
     assert begin(namespace, "finetune", also=("pictures",)).train.optimizer.lr == 4e-5
 
 
