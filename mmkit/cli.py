@@ -1,39 +1,43 @@
 """The command line: the same functions as the notebooks.
 
-``mmkit doctor | plan | data | train | eval | launch | convert | figures | notebook``. Parsing imports nothing heavy, so ``--help`` is
-quick. A user's error is one message and exit code 2; everything else is a traceback and exit code 1.
+``mmkit doctor | settings | list | plan | data | train | eval | launch | convert | figures | notebook``. Parsing imports nothing heavy,
+so ``--help`` is quick. A user's error is one message and exit code 2; everything else is a traceback and exit code 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig, SourceConfig, changed, load_file, nearest
+from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig, SourceConfig, changed, load_file, nearest, setting_names
+from mmkit.foreign_names import ours
 from mmkit.launch.launch import ERROR_PREFIX
+from mmkit.listing import EXAMPLES, LISTS
+from mmkit.presets import read_mapping
 from mmkit.storage import is_remote
+from mmkit.values import checked, read_yaml
 
 if TYPE_CHECKING:
     from mmkit.data.check import Report
 
-LAUNCH_EPILOG = "targets: local starts this machine's processes; slurm submits a job script; tpu drives a TPU VM with gcloud"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses, runs one command and returns its exit code."""
     parser = build_parser()
-    options = parser.parse_args(arguments)
-    if not hasattr(options, "run_command"):
+    options, rest = parser.parse_known_args(arguments)
+    if not hasattr(options, "run_command") and not rest:
         parser.print_help()
         return 2
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
+        if rest:
+            _refuse(rest, vars(options))
         return options.run_command(options) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -48,6 +52,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _refuse(words: list[str], options: Iterable[str]) -> None:
+    """ConfigError for words that are none of the command's ``options``: a setting's name, ours or another program's, goes after --set."""
+    word = next((word for word in words if word.startswith("-")), words[0])
+    name = word.lstrip("-").partition("=")[0].replace("-", "_")
+    known = setting_names()
+    settings = [path for path in known if path == name or path.endswith(f".{name}")]
+    if settings:
+        raise ConfigError(f"no option {word}: it is a setting, write --set {settings[0] if len(settings) == 1 else name}=VALUE")
+    if there := ours(name):
+        raise ConfigError(f"no option {word}{there}; settings are given by --set NAME=VALUE")
+    near = nearest(name, {*options, *(path.rpartition(".")[2] for path in known)})
+    raise ConfigError(f"no option {word}; settings are given by --set NAME=VALUE, `mmkit settings WORD` finds one{near}")
+
+
 # ---------------------------------------------------------------- the parser
 
 
@@ -55,8 +73,10 @@ def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = argparse.ArgumentParser(prog="mmkit", description=__doc__.splitlines()[0])
     parser.set_defaults(verbose=False)
+    parser.add_argument("--version", action="version", version=f"mmkit {importlib.metadata.version('mmkit')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_doctor(commands)
+    _add_settings(commands)
     _add_plan(commands)
     _add_data(commands)
     _add_train(commands)
@@ -68,8 +88,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Any, name: str, run: Any, about: str, **more: Any) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=about, description=about, **more)
+def _command(commands: Any, name: str, run: Any, about: str) -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(name, help=about, description=about, formatter_class=raw)
+    parser.epilog = f"example: {EXAMPLES[parser.prog.removeprefix('mmkit ')]}"
     parser.add_argument("-v", "--verbose", action="store_true", help="log what happens; show the traceback of an error")
     parser.set_defaults(run_command=run)
     return parser
@@ -96,6 +118,15 @@ def _add_run_options(parser: argparse.ArgumentParser, stage: str | None = None) 
 def _add_doctor(commands: Any) -> None:
     parser = _command(commands, "doctor", _doctor, "What is this machine, what is missing on it, and what to do about each fault.")
     parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _add_settings(commands: Any) -> None:
+    parser = _command(commands, "settings", _settings, "Every setting: name, type, default, meaning.")
+    parser.add_argument("word", nargs="?", default="", metavar="WORD", help="only those with it in their name or meaning")
+    parser.add_argument("--model", metavar="NAME", help="show the values of this preset as well")
+    parser.add_argument("--stage", metavar="|".join(STAGES), default="pretrain", help="of --model (default: pretrain)")
+    parser = _command(commands, "list", _list, "What there is to choose from.")
+    parser.add_argument("of", choices=LISTS)
 
 
 def _add_plan(commands: Any) -> None:
@@ -145,7 +176,7 @@ def _add_eval(commands: Any) -> None:
 
 
 def _add_launch(commands: Any) -> None:
-    parser = _command(commands, "launch", _launch, "Train on this machine, a SLURM cluster or a TPU pod.", epilog=LAUNCH_EPILOG)
+    parser = _command(commands, "launch", _launch, "Train on this machine, a SLURM cluster or a TPU pod.")
     _add_run_options(parser)
     parser.add_argument("--target", choices=("local", "slurm", "tpu"), default="local")
     for name in ("slurm", "tpu"):
@@ -238,6 +269,23 @@ def _doctor(options: argparse.Namespace) -> int:
     return 1 if report.faults else 0
 
 
+def _settings(options: argparse.Namespace) -> int:
+    from mmkit.config import load
+    from mmkit.listing import settings
+    from mmkit.notebook.tables import text
+
+    print(text(settings(options.word, load(options.model, options.stage) if options.model else None)))
+    return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    from mmkit.listing import names
+    from mmkit.notebook.tables import text
+
+    print(text(names(options.of)))
+    return 0
+
+
 def _plan(options: argparse.Namespace) -> int:
     from mmkit.launch.preflight import plan_of
 
@@ -299,21 +347,6 @@ def _launch_tpu(run: RunConfig, wanted: dict[str, str], show: bool) -> int:
     return tpu.start(run, target, show=show)
 
 
-def checked(kind: Any, values: dict[str, Any], source: str) -> Any:
-    """A Settings object of ``values``; ConfigError names the field at fault and the nearest right one."""
-    unknown = [name for name in values if name not in kind.model_fields]
-    if unknown:
-        raise ConfigError(
-            f"no option {unknown[0]!r} (from {source}){nearest(unknown[0], kind.model_fields)}; there are {', '.join(kind.model_fields)}"
-        )
-    try:
-        return kind(**values)
-    except ValueError as error:
-        problem = error.errors()[0]
-        field = f"{problem['loc'][0]} = {problem['input']!r} (from {source})" if problem["loc"] else source  # no field where two do not fit
-        raise ConfigError(f"{field}: {problem['msg'].removeprefix('Value error, ')}") from None
-
-
 def _data_demo(options: argparse.Namespace) -> int:
     from mmkit.data.demo import prepare
     from mmkit.notebook.tables import text
@@ -364,11 +397,10 @@ def _check_file(options: argparse.Namespace) -> Report:
 
 
 def _data_shards(options: argparse.Namespace) -> int:
-    import yaml
-
     from mmkit.data.check import check, opened
 
-    rules = [checked(FilterRule, {"key": key, "op": op, "value": yaml.safe_load(value)}, "--filter") for key, op, value in options.filter]
+    given = [{"key": key, "op": op, "value": read_yaml(value, "--filter")} for key, op, value in options.filter]
+    rules = [checked(FilterRule, values, "--filter") for values in given]
     if options.source:
         _write_shards(options)
     shards = SourceConfig(name=options.pattern, format="webdataset", path=options.pattern, filters=tuple(rules))
@@ -449,11 +481,6 @@ def _notebook_run(options: argparse.Namespace) -> int:
 
 def read_values(path: str) -> dict[str, Any]:
     """Parameters out of a YAML or JSON file; ConfigError where it holds no mapping."""
-    import yaml
-
     if not Path(path).is_file():
         raise ConfigError(f"no parameter file {path}")
-    values = yaml.safe_load(Path(path).read_text(encoding="utf8"))
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a {type(values).__name__}; write one `name: value` a line")
-    return {str(name): value for name, value in values.items()}
+    return {str(name): value for name, value in read_mapping(Path(path)).items()}

@@ -7,10 +7,6 @@ impossible combination is a `ConfigError` that says which field, which value, wh
 
 from __future__ import annotations
 
-import difflib
-import functools
-import os
-import types
 import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +14,12 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from mmkit import rules
 from mmkit.errors import ConfigError
+from mmkit.presets import PARAMS as PARAMS
+from mmkit.presets import merge, origin, preset_tree, read_mapping
+from mmkit.presets import presets as presets
+from mmkit.values import example, explain, hint, kinds_of, nearest, parsed
 
 Stage = Literal["pretrain", "finetune", "eval"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -38,7 +39,7 @@ class Settings(BaseModel):
 class EncoderConfig(Settings):
     """One vision encoder: a name of `models.encoders.ENCODERS` or ``open_clip:NAME``, ``timm:NAME``, ``hf:NAME``."""
 
-    name: str
+    name: str  # as in models/encoders.py, or open_clip:NAME, timm:NAME, hf:NAME
     side: int = Field(gt=0)  # token grid handed to the connector is side x side
     resolution: int | None = Field(None, gt=0)  # pixels; None = the table's own
     weights: str | None = None  # local folder or file; None = the table's source, "random" = untrained
@@ -49,9 +50,10 @@ class EncoderConfig(Settings):
 class ConnectorConfig(Settings):
     """What turns encoder grids into language-model tokens (reference: Cambrian-1 section 3, LLaVA-1.5)."""
 
-    kind: Literal["sva", "mlp", "linear", "identity"] = "sva"
+    kind: Literal["sva", "mlp", "linear", "identity"] = "sva"  # SVA, an MLP, one linear layer, or the grid as it is
     width: int = 1024  # V, `vision_hidden_size`
-    heads: int = 16
+    heads: int = 16  # of each SVA layer's attention
+    layer: Literal["joint", "separate"] = "joint"  # of SVA: one attention over all encoders (published), or one each, mixed
     depth: int = Field(3, ge=1)  # SVA layers, or linear layers of the MLP
     query_sides: tuple[int, ...] = (24,)  # one learned query a group, on a grid of this side
     grid_side: int | None = Field(None, gt=0)  # of the grid the language model sees; None = the largest query side
@@ -62,22 +64,22 @@ class ConnectorConfig(Settings):
 class SamplersConfig(Settings):
     """In-LLM SVA: after decoder layers start, start + stride, ... (count of them)."""
 
-    start: int = Field(0, ge=0)
-    stride: int = Field(1, ge=1)
-    count: int = Field(ge=1)
+    start: int = Field(0, ge=0)  # the first decoder layer with one after it
+    stride: int = Field(1, ge=1)  # decoder layers between two
+    count: int = Field(ge=1)  # how many
 
 
 class RegionConfig(Settings):
     """Region features (Ferret): spatial-aware sampler ``geo`` or the mean of points ``mean``."""
 
-    kind: Literal["geo", "mean"] = "geo"
-    n_points: int = 512
-    n_sub_points: tuple[int, ...] = (128, 32)
-    n_neighbors: tuple[int, ...] = (24, 24)
-    pool: Literal["max", "mean"] = "max"
+    kind: Literal["geo", "mean"] = "geo"  # spatial-aware sampler, or the mean of the region's points
+    n_points: int = 512  # points drawn in a region
+    n_sub_points: tuple[int, ...] = (128, 32)  # points left after each stage of the sampler
+    n_neighbors: tuple[int, ...] = (24, 24)  # neighbours pooled around each, a stage
+    pool: Literal["max", "mean"] = "max"  # over neighbours
     transposed: bool = False  # True reads features at (y, x) as the published weights expect
     encoder: int = 0  # which encoder's unprojected grid is sampled
-    token: str = "<region_fea>"
+    token: str = "<region_fea>"  # of the text, that a region's features replace
 
 
 class LanguageConfig(Settings):
@@ -87,35 +89,25 @@ class LanguageConfig(Settings):
     architecture: dict[str, Any]  # transformers config fields incl. model_type: full size without a download
     tokenizer: str | None = None  # hub id, folder, "pack:smollm2", "bytes" (offline, for debug twins); None = source
     stop_tokens: tuple[str, ...] = ()  # end-of-turn strings that stop generation besides eos
-    padding_side: Literal["left", "right"] = "right"
+    padding_side: Literal["left", "right"] = "right"  # of a row's padding
 
 
 class VlmConfig(Settings):
     """Encoders -> connector -> language model, with optional in-LLM samplers and regions."""
 
-    kind: Literal["vlm"] = "vlm"
-    encoders: tuple[EncoderConfig, ...] = Field(min_length=1)
-    connector: ConnectorConfig = ConnectorConfig()
-    samplers: SamplersConfig | None = None
-    language: LanguageConfig
-    regions: RegionConfig | None = None
+    kind: Literal["vlm"] = "vlm"  # a vision-language model
+    encoders: tuple[EncoderConfig, ...] = Field(min_length=1)  # vision encoders, the first gives the global context
+    connector: ConnectorConfig = ConnectorConfig()  # between encoders and language model
+    samplers: SamplersConfig | None = None  # SVA layers inside the language model; None = none
+    language: LanguageConfig  # the language model
+    regions: RegionConfig | None = None  # features of regions; None = none
     template: str = "vicuna_v1"  # a name of data.conversation.TEMPLATES, or "tokenizer" for the tokenizer's own
     image_fit: Literal["pad", "square", "stretch"] = "pad"  # letter-box, centre crop, resize without keeping aspect
     crop_padding: bool = False  # True drops padded grid cells from the sequence, False keeps them masked (fixed shapes)
 
     @model_validator(mode="after")
     def _consistent(self):
-        sides = [encoder.side for encoder in self.encoders]
-        if self.connector.kind == "sva":
-            if self.connector.width % self.connector.heads:
-                raise ValueError(f"connector.width {self.connector.width} does not divide by heads {self.connector.heads}")
-            for query in (*self.connector.query_sides, self.grid_side):
-                if bad := [side for side in sides if side % query]:
-                    raise ValueError(f"encoder side {bad[0]} does not divide by query side {query}; use a multiple of {query}")
-        elif len(set(sides)) > 1:
-            raise ValueError(f"connector {self.connector.kind!r} joins encoders on channels: their sides {sides} must be equal")
-        if self.samplers and self.connector.kind != "sva":
-            raise ValueError(f"samplers need connector.kind 'sva', not {self.connector.kind!r}")
+        rules.check_vlm(self)
         return self
 
     @property
@@ -132,23 +124,23 @@ class VlmConfig(Settings):
 class ClipConfig(Settings):
     """A contrastive image-text model, built by open_clip."""
 
-    kind: Literal["clip"] = "clip"
+    kind: Literal["clip"] = "clip"  # a contrastive model
     name: str  # open_clip model name, or a name defined by `architecture`
     architecture: dict[str, Any] | None = None  # an open_clip JSON config, for models open_clip does not list
     weights: str | None = None  # open_clip pretrained tag, file, or None for untrained
     tower_packs: tuple[str, ...] = ()  # offline weights for towers: "lite0" (image), "minilm" (text)
-    lock_image: bool = False
-    lock_image_unlocked_groups: int = 0
-    lock_text: bool = False
-    lock_text_unlocked_layers: int = 0
-    patch_dropout: float = Field(0.0, ge=0, lt=1)
+    lock_image: bool = False  # the image tower stays frozen
+    lock_image_unlocked_groups: int = 0  # its last groups of layers that are trained all the same
+    lock_text: bool = False  # the text tower stays frozen
+    lock_text_unlocked_layers: int = 0  # its last layers that are trained all the same
+    patch_dropout: float = Field(0.0, ge=0, lt=1)  # fraction of patches left out while training
     context_length: int | None = Field(None, gt=2)  # text tokens of a caption; None = the architecture's
     token_reduction: Literal["simple", "random", "shuffle", "syntax"] | None = None  # how longer captions are cut; None = their end
     int8_linear: str | None = None  # a bitsandbytes layer for the MLPs' c_fc and c_proj, as SwitchBackLinearGlobal
     init_logit_scale: float = 2.6592600369327783  # ln(1 / 0.07)
     init_logit_bias: float | None = None  # SigLIP: -10
     mean: tuple[float, float, float] | None = None  # image normalisation; None = open_clip's own
-    std: tuple[float, float, float] | None = None
+    std: tuple[float, float, float] | None = None  # the same, deviation of each channel
 
 
 ModelConfig = Annotated[VlmConfig | ClipConfig, Field(discriminator="kind")]
@@ -157,31 +149,31 @@ ModelConfig = Annotated[VlmConfig | ClipConfig, Field(discriminator="kind")]
 class FilterRule(Settings):
     """One metadata rule of a tar source; a sample failing it is dropped and counted."""
 
-    key: str
-    op: Literal["<", "<=", ">", ">=", "==", "!=", "in", "not in"]
-    value: Any
-    if_missing: Literal["keep", "drop"] = "drop"
+    key: str  # a field of the sample's json
+    op: Literal["<", "<=", ">", ">=", "==", "!=", "in", "not in"]  # how the field is compared
+    value: Any  # with what
+    if_missing: Literal["keep", "drop"] = "drop"  # a sample without the field
 
 
 class SourceConfig(Settings):
     """One named source of examples; a dataset is an entry here, never code."""
 
-    name: str
-    format: Literal["llava", "grit", "parquet", "webdataset", "csv", "pack"]
+    name: str  # for messages and counts
+    format: Literal["llava", "grit", "parquet", "webdataset", "csv", "pack"]  # how its records are read
     path: str  # file, folder, brace pattern, URL, or the pack's name
     images: str | None = None  # folder that relative image paths start from
-    split: str = "train"
+    split: str = "train"  # of a pack or hub data set
     weight: float | None = Field(None, gt=0)  # share of the mixture; None = its size
     multiple: float | None = Field(None, gt=0)  # Ferret's data_multiple: whole repeats plus a random fraction an epoch
     cap: int | None = Field(None, gt=0)  # Cambrian's threshold t: at most this many samples
-    category: str = "general"
-    filters: tuple[FilterRule, ...] = ()
+    category: str = "general"  # of the sources whose shares are set together
+    filters: tuple[FilterRule, ...] = ()  # of samples in tar shards, by their json
 
 
 class DataConfig(Settings):
     """Where examples come from and how they become batches."""
 
-    sources: tuple[SourceConfig, ...] = ()
+    sources: tuple[SourceConfig, ...] = ()  # what is trained on
     validation: tuple[SourceConfig, ...] = ()  # held-out sources of eval_loss, read whole every train.eval_every steps
     max_length: int = Field(2048, gt=0)  # tokens of one row, image slots included
     buckets: tuple[int, ...] = ()  # static row lengths; empty = only max_length
@@ -190,54 +182,54 @@ class DataConfig(Settings):
     pack: bool = False  # several conversations share one row
     share_image: bool = False  # all questions about one image share one row and one copy of the image
     group_by_length: bool = False  # the original's group_by_modality_length, seeded
-    workers: int = Field(0, ge=0)
+    workers: int = Field(0, ge=0)  # processes that read and decode, for each training process; 0 = none
     cache_features: bool = False  # keep the features of frozen encoders on disk
     cache_dir: str | None = None  # None = $MMKIT_CACHE or ~/.cache/mmkit
     max_bad_share: float = Field(0.01, ge=0, le=1)  # stop when more than this share of records is bad
     resampled: bool = False  # tar shards drawn with replacement
     samples_per_epoch: int | None = Field(None, gt=0)  # virtual epoch; None = the data's size
-    caption_key: str = "txt"
+    caption_key: str = "txt"  # file ending of captions in tar shards, or json:FIELD
     augment_scale: tuple[float, float] = (0.9, 1.0)  # RandomResizedCrop of contrastive training
 
 
 class LoraConfig(Settings):
     """Adapters by peft on the linear layers of named components."""
 
-    rank: int = Field(64, gt=0)
-    alpha: float = Field(16, gt=0)
-    dropout: float = Field(0.05, ge=0, lt=1)
+    rank: int = Field(64, gt=0)  # r, the width of an adapter
+    alpha: float = Field(16, gt=0)  # updates are scaled by alpha / rank
+    dropout: float = Field(0.05, ge=0, lt=1)  # before an adapter
     targets: tuple[str, ...] = ()  # full-name patterns (regex); empty = every linear layer but the head
-    components: tuple[Component, ...] = ("language",)
-    modules_to_save: tuple[str, ...] = ()
-    use_rslora: bool = False
-    use_dora: bool = False
+    components: tuple[Component, ...] = ("language",)  # whose linear layers get adapters
+    modules_to_save: tuple[str, ...] = ()  # modules trained whole beside the adapters, by name
+    use_rslora: bool = False  # updates are scaled by alpha / sqrt(rank)
+    use_dora: bool = False  # magnitude and direction apart
 
 
 class OptimizerConfig(Settings):
     """AdamW and its schedule."""
 
-    lr: float = Field(2e-5, gt=0)
+    lr: float = Field(2e-5, gt=0)  # peak learning rate
     lr_of: dict[Component, Annotated[float, Field(gt=0)]] = {}  # own learning rate of a component
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    eps: float = Field(1e-8, ge=0)
-    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    weight_decay: float = Field(0.0, ge=0)  # of matrices; norms and biases have none
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)  # decay of AdamW's two moments
+    eps: float = Field(1e-8, ge=0)  # added to the root of the second moment
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"  # moments in fp32 or in 8 bits
     warmup: float = Field(0.03, ge=0)  # below 1: share of all steps; else steps
-    schedule: Literal["cosine", "linear", "constant", "const-cooldown", "plateau"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "const-cooldown", "plateau"] = "cosine"  # of the learning rate after the warm-up
     cooldown: float = Field(0.0, ge=0)  # const-cooldown: last share (< 1) or steps
-    max_grad_norm: float | None = Field(1.0, gt=0)
+    max_grad_norm: float | None = Field(1.0, gt=0)  # gradients are clipped to it; None = not clipped
 
 
 class StabilityConfig(Settings):
     """What is watched each step and what is done on a spike or a non-finite loss."""
 
-    action: Literal["stop", "skip", "rewind"] = "stop"
-    window: int = Field(64, ge=4)
+    action: Literal["stop", "skip", "rewind"] = "stop"  # on a loss spike or a value that is not finite
+    window: int = Field(64, ge=4)  # steps whose losses a spike is judged by
     threshold: float = Field(20.0, gt=0)  # spike: loss > median + threshold * MAD of the window
     max_skipped: int = Field(20, ge=0)  # consecutive skipped updates before the run stops
     rewind_precision: Precision | None = None  # precision after a rewind
-    rewind_lr_factor: float = Field(1.0, gt=0, le=1)
-    max_rewinds: int = Field(3, ge=0)
+    rewind_lr_factor: float = Field(1.0, gt=0, le=1)  # on the learning rate after a rewind
+    max_rewinds: int = Field(3, ge=0)  # then the run stops
 
 
 class CheckpointConfig(Settings):
@@ -245,25 +237,25 @@ class CheckpointConfig(Settings):
 
     save_every: int = Field(0, ge=0)  # steps; 0 = only at the end
     save_samples: int = Field(0, ge=0)  # the same, counted in rows of the global batch
-    keep_last: int = Field(3, ge=1)
-    keep_every: int = Field(0, ge=0)
+    keep_last: int = Field(3, ge=1)  # the newest so many
+    keep_every: int = Field(0, ge=0)  # checkpoints whose step it divides are kept for ever; 0 = none
     best_metric: str | None = None  # the value of metrics.jsonl that decides the best checkpoint and a plateau; None = no best, eval_loss
-    best_mode: Literal["min", "max"] = "min"
+    best_mode: Literal["min", "max"] = "min"  # whether less or more is better
     background: bool = False  # copy to host, write while training goes on
-    on_disk_full: Literal["stop", "continue"] = "stop"
+    on_disk_full: Literal["stop", "continue"] = "stop"  # where a checkpoint cannot be written for want of space
 
 
 class ContrastiveConfig(Settings):
-    """The loss of clip models (clip-training section 1, 2, 5)."""
+    """The loss of clip models."""
 
-    kind: Literal["clip", "siglip", "coca", "distill"] = "clip"
-    local_loss: bool = True
-    gather_with_grad: bool = True
-    siglip_exchange: Literal["gather", "bidir", "shift", "reduce"] = "gather"
-    logits_fp32: bool = True
+    kind: Literal["clip", "siglip", "coca", "distill"] = "clip"  # the loss
+    local_loss: bool = True  # each process compares its own rows with all (the same sum, less memory)
+    gather_with_grad: bool = True  # gradients flow through gathered features
+    siglip_exchange: Literal["gather", "bidir", "shift", "reduce"] = "gather"  # how SigLIP's texts travel between processes
+    logits_fp32: bool = True  # similarities are computed in fp32 whatever the precision
     chunk: int = Field(0, ge=0)  # rows of the similarity at a time; 0 = all
-    distill_from: str | None = None
-    distill_weights: str | None = None
+    distill_from: str | None = None  # open_clip name of the teacher
+    distill_weights: str | None = None  # the teacher's weights, a tag or file
     unmasked_last: float = Field(0.0, ge=0, le=1)  # last share of training without patch dropout
 
 
@@ -271,36 +263,37 @@ class TrainConfig(Settings):
     """One stage of training."""
 
     trainable: tuple[Component, ...] = ("connector", "samplers")  # components with all their weights trained
-    lora: LoraConfig | None = None
+    lora: LoraConfig | None = None  # adapters; None = none, {} = with the values below
     bits: Annotated[Literal[4, 8, 16], Digits] = 16  # storage of frozen language-model weights
-    optimizer: OptimizerConfig = OptimizerConfig()
-    precision: Precision = "bf16"
+    optimizer: OptimizerConfig = OptimizerConfig()  # AdamW and its schedule
+    precision: Precision = "bf16"  # of computing; trained weights are kept in fp32
     global_batch: int = Field(128, gt=0)  # rows of one optimizer step over all devices
     device_batch: int = Field(8, gt=0)  # rows of one forward on one device
-    epochs: float = Field(1.0, gt=0)
+    epochs: float = Field(1.0, gt=0)  # passes over the data; steps wins where it is set
     steps: int | None = Field(None, gt=0)  # stops after so many optimizer steps; None = epochs
     checkpoint_blocks: bool = False  # recompute activations block by block
     loss_chunk: int = Field(0, ge=0)  # positions per lm_head call; 0 = all supervised positions at once
-    log_every: int = Field(1, ge=1)
+    log_every: int = Field(1, ge=1)  # steps between reads of the device and lines of metrics.jsonl
     eval_every: int = Field(0, ge=0)  # steps (eval_unit) between measurements of data.validation and evaluation.tasks; 0 = never
     eval_unit: Literal["steps", "epochs"] = "steps"  # an epoch is data.samples_per_epoch where that is set
+    tensorboard: bool = False  # the numbers of metrics.jsonl in ROOT/MODEL/STAGE/NAME/tensorboard as well
     allow_no_grad: tuple[str, ...] = ()  # patterns of trainable tensors that may stay without a gradient
-    contrastive: ContrastiveConfig = ContrastiveConfig()
-    stability: StabilityConfig = StabilityConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    contrastive: ContrastiveConfig = ContrastiveConfig()  # the loss of clip models
+    stability: StabilityConfig = StabilityConfig()  # what is done on a loss spike
+    checkpoint: CheckpointConfig = CheckpointConfig()  # when checkpoints are written and kept
 
 
 class BackendConfig(Settings):
     """Which machinery runs the same training (sharding/backend.py)."""
 
-    kind: Literal["single", "torch", "deepspeed", "xla"] = "single"
+    kind: Literal["single", "torch", "deepspeed", "xla"] = "single"  # the machinery; --backend has short names
     strategy: Literal["ddp", "fsdp"] = "ddp"  # of torch
     static_graph: bool = False  # ddp: every step uses the same parameters in the same way, so their order is learned once
     zero_stage: Annotated[Literal[0, 1, 2, 3], Digits] = 2  # of deepspeed
     offload: bool = False  # optimizer and, in ZeRO-3, parameters on the CPU
     deepspeed_config: str | None = None  # a user's DeepSpeed file; "auto" is filled in
-    processes: int = Field(1, ge=1)
-    nodes: int = Field(1, ge=1)
+    processes: int = Field(1, ge=1)  # on each machine, one a device
+    nodes: int = Field(1, ge=1)  # machines
     xla_devices: int | None = Field(None, gt=0)  # of all hosts of the mesh; None = 1. Virtual ones of the CPU, unless PJRT_DEVICE says TPU
     fsdp_axis: int | None = Field(None, gt=0)  # xla mesh is (data, fsdp) with this fsdp size; None = all devices
 
@@ -308,28 +301,28 @@ class BackendConfig(Settings):
 class EvalConfig(Settings):
     """What is scored, on how many documents."""
 
-    tasks: tuple[str, ...] = ()
-    limit: int | None = Field(None, gt=0)
-    batch: int = Field(16, gt=0)
+    tasks: tuple[str, ...] = ()  # see `mmkit list tasks`
+    limit: int | None = Field(None, gt=0)  # documents of each task; None = all
+    batch: int = Field(16, gt=0)  # documents at a time on one device
     max_new_tokens: int | None = Field(None, gt=0)  # of one answer; None = each task's own, as its original
 
 
 class RunConfig(Settings):
     """Everything one run needs."""
 
-    preset: str
-    stage: Stage
-    name: str = "default"
-    root: str = "runs"
-    seed: int = 0
-    dry_run: bool = False
+    preset: str  # the model's file of params/
+    stage: Stage  # what is done with it
+    name: str = "default"  # of this run among those of its preset and stage
+    root: str = "runs"  # folder or URL of all runs
+    seed: int = 0  # of weights, order and augmentation
+    dry_run: bool = False  # build and check everything, train nothing
     resume: str = "auto"  # auto, never, a checkpoint's path, or step-N, epoch-N: this run's checkpoint there or the last before
     start_from: str | None = None  # run folder or export to start weights from; None = the stage before, where there is one
-    model: ModelConfig
-    data: DataConfig = DataConfig()
-    train: TrainConfig = TrainConfig()
-    backend: BackendConfig = BackendConfig()
-    evaluation: EvalConfig = EvalConfig()
+    model: ModelConfig  # what is trained
+    data: DataConfig = DataConfig()  # what it is trained on
+    train: TrainConfig = TrainConfig()  # how
+    backend: BackendConfig = BackendConfig()  # on what machinery
+    evaluation: EvalConfig = EvalConfig()  # what is scored
     intended_for: str = "one CPU"  # the accelerators the published run used, for messages
 
     @property
@@ -354,24 +347,7 @@ class RunConfig(Settings):
 
 # ---------------------------------------------------------------- text -> RunConfig, in this one place
 
-_FOLDER = Path(__file__).resolve().parent  # a wheel carries params/ inside the package, a checkout beside it
-PARAMS = Path(os.environ.get("MMKIT_PARAMS") or _FOLDER.joinpath("params" if (_FOLDER / "params").is_dir() else "../params").resolve())
 STAGES: tuple[str, ...] = typing.get_args(Stage)
-READ_WITH: dict[str, dict[str, str]] = {  # a setting that only some runs read -> what these have beside it
-    "strategy": {"kind": "torch"}, "static_graph": {"kind": "torch", "strategy": "ddp"}, "zero_stage": {"kind": "deepspeed"},
-    "cooldown": {"schedule": "const-cooldown"}, "rewind_precision": {"action": "rewind"}, "rewind_lr_factor": {"action": "rewind"},
-}  # fmt: skip
-
-
-def presets(folder: Path | None = None) -> tuple[str, ...]:
-    """Names of all presets: the YAML files of ``params/``."""
-    return tuple(sorted(path.stem for path in (folder or PARAMS).glob("*.yaml")))
-
-
-def nearest(name: str, known) -> str:
-    """A ``did you mean`` phrase, or an empty text where nothing is near."""
-    match = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else ""
 
 
 def load(model: str = "tiny", stage: str = "pretrain", overrides: dict[str, Any] | None = None, source: str = "overrides") -> RunConfig:
@@ -381,19 +357,20 @@ def load(model: str = "tiny", stage: str = "pretrain", overrides: dict[str, Any]
     """
     if str(stage) not in STAGES:
         raise ConfigError(f"no stage {stage!r}{nearest(stage, STAGES)}; stages are {', '.join(STAGES)}")
-    tree = _preset_tree(str(model))
-    stages = tree.pop("stages", {})
+    tree = preset_tree(str(model))
+    stages = tree.pop("stages", None) or {}
     if unknown := set(stages) - set(STAGES):
-        raise ConfigError(f"params/{model}.yaml: no stage {min(unknown)!r}{nearest(min(unknown), STAGES)}")
-    tree = _merge(tree, stages.get(stage, {})) | {"preset": str(model), "stage": stage}
-    for name, value in (overrides or {}).items():
-        _assign(tree, setting_path(name, source), value)
-    return _all_read(_validate(tree, f"params/{model}.yaml" + (f" with {source}" if overrides else "")), overrides or {}, source)
+        raise ConfigError(f"{origin(str(model))}: no stage {min(unknown)!r}{nearest(min(unknown), STAGES)}")
+    tree = merge(tree, stages.get(stage) or {}) | {"preset": str(model), "stage": stage}
+    paths = [_assign(tree, name, value, source) for name, value in (overrides or {}).items()]
+    run = _validate(tree, origin(str(model)) + (f" with {source}" if overrides else ""))
+    rules.check_read(run, paths, source)
+    return run
 
 
 def load_file(path: str | Path) -> RunConfig:
     """The resolved config that an earlier run saved (``config.yaml`` of its folder)."""
-    return _validate(yaml.safe_load(Path(path).read_text(encoding="utf8")), str(path))
+    return _validate(read_mapping(Path(path)), str(path))
 
 
 def to_yaml(run: RunConfig) -> str:
@@ -405,70 +382,76 @@ def changed(run: RunConfig, **values: Any) -> RunConfig:
     """A new, checked RunConfig with some settings replaced (dots written as double underscores)."""
     tree = run.model_dump(mode="json")
     for name, value in values.items():
-        _assign(tree, setting_path(name.replace("__", "."), "code"), value)
+        _assign(tree, name.replace("__", "."), value, "code")
     return _validate(tree, "code")
 
 
 def setting_path(name: str, source: str = "overrides") -> tuple[str, ...]:
-    """The full path of a setting given by its path or by its unique last name; ConfigError otherwise."""
+    """The full path of a setting given by its path or by its unique last name; ConfigError otherwise.
+
+    What lies inside a free mapping may be named too: ``train.optimizer.lr_of.text``, ``lr_of.text``.
+    """
     known = setting_names()
-    if name in known or any(kind is dict and name.startswith(path + ".") for path, kind in known.items()):  # as train.optimizer.lr_of.text
+    inside = [path for path, kind in known.items() if any(typing.get_origin(each) is dict for each in kinds_of(kind))]
+    if name in known or any(name.startswith(path + ".") for path in inside):
         return tuple(name.split("."))
     hits = [path for path in known if path.endswith("." + name)]
+    last = {path: path.rpartition(".")[2] for path in inside}
+    hits = hits or [path + name[len(last[path]) :] for path in inside if name.startswith(last[path] + ".")]
     if len(hits) == 1:
         return tuple(hits[0].split("."))
     if hits:
         raise ConfigError(f"setting {name!r} from {source} is ambiguous: say {' or '.join(hits)}")
-    raise ConfigError(f"no setting {name!r} (from {source}){nearest(name, {path.rsplit('.', 1)[-1] for path in known} | set(known))}")
+    lists = [(path, kind) for path, kind in known.items() for each in _listed(kind) if name in each.model_fields]
+    if lists:
+        path, kind = lists[0]
+        whole = f"give the whole list, as {example(kinds_of(kind))}"
+        raise ConfigError(f"no setting {name!r} (from {source}); entries of {path} have it: {whole}")
+    raise ConfigError(f"no setting {name!r} (from {source}){hint(name, {path.rpartition('.')[2] for path in known} | set(known))}")
 
 
 def setting_names(section: type[Settings] | None = None, prefix: str = "") -> dict[str, Any]:
-    """Dotted path -> type of every setting, the model's by its kind-independent union."""
+    """Dotted path -> type of every setting, the model's of both kinds."""
     names = {}
     for name, field in (section or RunConfig).model_fields.items():
-        names[prefix + name] = typing.get_origin(field.annotation) or field.annotation
-        for kind in _settings_of(field.annotation):
-            names |= setting_names(kind, f"{prefix}{name}.")
+        names[prefix + name] = names.get(prefix + name, field.annotation)
+        for kind in kinds_of(field.annotation):
+            if isinstance(kind, type) and issubclass(kind, Settings):
+                inner = setting_names(kind, f"{prefix}{name}.")
+                names |= {path: names[path] | kind if path in names and names[path] != kind else kind for path, kind in inner.items()}
     return names
 
 
-def _settings_of(annotation) -> list[type[Settings]]:
-    """The Settings classes an annotation allows, through unions and Annotated but not through tuples."""
-    if isinstance(annotation, type) and issubclass(annotation, Settings):
-        return [annotation]
-    joined = typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated)
-    return [kind for part in typing.get_args(annotation) for kind in _settings_of(part)] if joined else []
+def _listed(annotation: Any) -> list[type[Settings]]:
+    """The Settings classes that entries of a list have."""
+    inner = [typing.get_args(kind)[:1] for kind in kinds_of(annotation) if typing.get_origin(kind) is tuple]
+    return [kind for one in inner for kind in one if isinstance(kind, type) and issubclass(kind, Settings)]
 
 
-def _preset_tree(name: str, chain: tuple[str, ...] = ()) -> dict[str, Any]:
-    if name not in presets():
-        raise ConfigError(f"no model {name!r}{nearest(name, presets())}; models are {', '.join(presets())}")
-    if name in chain:
-        raise ConfigError(f"params: base files form a ring: {' -> '.join((*chain, name))}")
-    tree = yaml.safe_load((PARAMS / f"{name}.yaml").read_text(encoding="utf8")) or {}
-    return _merge(_preset_tree(base, (*chain, name)), tree) if (base := tree.pop("base", None)) else tree
+def _kinds_at(path: typing.Iterable[Any]) -> list[Any]:
+    """The types of what stands at ``path`` of a run: names, places in lists, keys of free mappings."""
+    kinds: list[Any] = [RunConfig]
+    for part in path:
+        inner: list[Any] = []
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, Settings):
+                inner += kinds_of(kind.model_fields[part].annotation) if part in kind.model_fields else []
+            elif typing.get_origin(kind) in (tuple, dict):
+                inner += kinds_of([each for each in typing.get_args(kind) if each is not ...][-1])
+            elif kind is Any:
+                inner.append(Any)
+        kinds = inner
+    return kinds
 
 
-def _merge(below: dict, above: dict) -> dict:
-    """``above`` laid over ``below``: mappings merge, everything else is replaced; ``{replace: true}`` replaces a mapping."""
-    if above.get("replace") is True:
-        return {key: value for key, value in above.items() if key != "replace"}
-    both = [key for key, value in above.items() if isinstance(value, dict) and isinstance(below.get(key), dict)]
-    return below | above | {key: _merge(below[key], above[key]) for key in both}
-
-
-def _assign(tree: dict, path: tuple[str, ...], value: Any) -> None:
+def _assign(tree: dict, name: str, value: Any, source: str) -> tuple[str, ...]:
+    """Puts a value, or text as the setting's type reads it, at the setting's path, which is returned."""
+    path = setting_path(name, source)
     for key in path[:-1]:
         tree[key] = dict(tree.get(key) or {})
         tree = tree[key]
-    tree[path[-1]] = _from_text(value)
-
-
-def _from_text(value: Any) -> Any:
-    """Text that spells a list, mapping or nothing becomes one; other text stays for pydantic to convert by field type."""
-    if isinstance(value, str) and value.strip()[:1] in "[{" and value.strip():
-        return yaml.safe_load(value)
-    return None if isinstance(value, str) and value.strip().lower() in ("none", "null") else value
+    tree[path[-1]] = parsed(value, _kinds_at(path), f"{name} (from {source})")
+    return path
 
 
 def _validate(tree: dict[str, Any], source: str) -> RunConfig:
@@ -476,23 +459,15 @@ def _validate(tree: dict[str, Any], source: str) -> RunConfig:
         run = TypeAdapter(RunConfig).validate_python(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(problem, source) for problem in error.errors())) from None
-    _ = run.accumulation if run.stage != "eval" else 1
-    return run
-
-
-def _all_read(run: RunConfig, given: typing.Iterable[str], source: str) -> RunConfig:
-    """``run``; ConfigError for a setting given by hand that it does not read. What a preset brings along may lie idle."""
-    for *above, name in (path for path in (setting_path(name, source) for name in given) if path[-1] in READ_WITH):
-        section, needs = functools.reduce(getattr, above, run), READ_WITH[name]
-        value, has = getattr(section, name), {key: getattr(section, key) for key in needs}
-        if has != needs and value != type(section).model_fields[name].default:
-            raise ConfigError(f"{'.'.join((*above, name))} = {value!r} (from {source}) is read with {needs} only, not {has}; leave it out")
+    rules.check(run, source)
     return run
 
 
 def _explain(problem: dict, source: str) -> str:
-    path = ".".join(str(part) for part in problem["loc"] if part not in ("vlm", "clip"))
+    loc = [part for part in problem["loc"] if part not in ("vlm", "clip", "[key]")]
+    path, name = ".".join(map(str, loc)), str(loc[-1]) if loc else ""
     if problem["type"] == "extra_forbidden":
-        return f"no setting {path!r} (from {source}){nearest(path.split('.')[-1], {name.split('.')[-1] for name in setting_names()})}"
+        section = [field for kind in _kinds_at(loc[:-1]) if hasattr(kind, "model_fields") for field in kind.model_fields]
+        return f"no setting {path!r} (from {source}){hint(name, section if section else setting_names())}"
     shown = "" if isinstance(problem["input"], dict) else f" = {problem['input']!r}"
-    return f"{path or 'run'}{shown} (from {source}): {problem['msg'].removeprefix('Value error, ')}"
+    return f"{path or 'run'}{shown} (from {source}): {explain(problem, _kinds_at(loc), name)}"

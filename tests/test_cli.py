@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -13,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from mmkit import cli
-from mmkit.config import ConfigError, load, to_yaml
+from mmkit.config import ConfigError, load, setting_names, to_yaml
+from mmkit.listing import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ["", "doctor", "plan", "data", "data demo", "data check", "data shards", "train", "eval", "launch", "convert"]
-COMMANDS += ["figures", "notebook", "notebook run", "notebook demo"]
+COMMANDS += ["settings", "list", "figures", "notebook", "notebook run", "notebook demo"]
 HEAVY = (
     "import sys; from mmkit import cli; cli.build_parser(); print([m for m in ('torch', 'transformers', 'IPython') if m in sys.modules])"
 )
@@ -31,13 +34,66 @@ def options(*words: str):
 def test_every_command_explains_itself(words, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([*words.split(), "--help"])
-    assert ended.value.code == 0 and "usage: mmkit" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and "usage: mmkit" in shown
+    examples = [line.removeprefix("example: ") for line in shown.splitlines() if line.startswith("example: ")]
+    assert len(examples) == (words not in ("", "data", "notebook")), "one example of each command"
+    for example in examples:
+        program, *rest = shlex.split(example)
+        assert program == "mmkit" and example.startswith(f"mmkit {words}") and hasattr(options(*rest), "run_command")
 
 
 def test_help_imports_nothing_heavy():
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", HEAVY], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]" and time.monotonic() - started < 10
+
+
+def test_the_version_is_the_installed_one(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out.strip() == f"mmkit {importlib.metadata.version('mmkit')}"
+
+
+def test_every_setting_is_listed_with_its_meaning():
+    rows = settings()
+    names = [row["setting"] for row in rows]
+    assert set(setting_names()) <= set(names) and {"data.sources[].images", "model.encoders[].side"} <= set(names)
+    assert [row["setting"] for row in rows if not row["meaning"] or not row["type"]] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["settings", "warmup"], "train.optimizer.warmup  number  0.03     below 1: share of all steps; else steps"),
+        (["settings", "image_fit"], "pad | square | stretch"),
+        (["settings", "rank", "--model", "tiny", "--stage", "finetune"], "16"),
+        (["list", "models"], "ferret-7b-qlora-debug"),
+        (["list", "tasks"], "easy_vqa"),
+        (["list", "tasks"], "imagenet1k"),
+        (["list", "templates"], "USER: QUESTION ASSISTANT: ANSWER</s>"),
+        (["list", "encoders"], "clip-l-336"),
+        (["list", "packs"], "clip_pairs"),
+        (["list", "backends"], "backend.zero_stage=3"),
+        (["list", "figures"], "cambrian_benchmarks"),
+    ],
+)
+def test_what_there_is_to_choose_from_is_shown(words, shown, capsys):
+    assert cli.main(words) == 0 and shown in capsys.readouterr().out
+
+
+def test_a_word_that_no_setting_has_is_answered_with_ours(capsys):
+    assert cli.main(["settings", "learning_rat"]) == 2 and "no setting has 'learning_rat'" in capsys.readouterr().err
+    assert cli.main(["settings", "lora_r"]) == 2 and "it is 'train.lora.rank' here" in capsys.readouterr().err
+
+
+def test_own_presets_are_listed_with_their_file(tmp_path, monkeypatch, capsys):
+    (tmp_path / "params").mkdir()
+    (tmp_path / "params" / "mine.yaml").write_text("# My model. It is small.\nbase: tiny\n")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["list", "models"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("mine "))
+    assert str(tmp_path / "params" / "mine.yaml") in line and line.endswith("My model")
 
 
 def test_without_a_command_the_help_is_shown_and_the_code_is_2(capsys):
@@ -183,7 +239,7 @@ def test_shards_are_checked_by_captions_name_rules_and_decoded_pictures(pairs, c
 def test_parameters_of_a_notebook_may_come_from_a_file(tmp_path):
     path = tmp_path / "values.yaml"
     path.write_text("model: 13b\nlr: 1e-4\nsettings: {train.global_batch: 64}\n")
-    assert cli.read_values(str(path)) == {"model": "13b", "lr": "1e-4", "settings": {"train.global_batch": 64}}
+    assert cli.read_values(str(path)) == {"model": "13b", "lr": 1e-4, "settings": {"train.global_batch": 64}}
     path.write_text("- a\n")
     with pytest.raises(ConfigError, match="one `name: value`"):
         cli.read_values(str(path))
@@ -220,10 +276,12 @@ def test_an_installed_wheel_imports_whole_and_carries_its_presets(tmp_path):
     [wheel] = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     walk = (
-        "import importlib, pkgutil, mmkit; from mmkit.config import PARAMS, load;"
+        "import importlib, pkgutil, mmkit; from mmkit.config import PARAMS, load; from mmkit.data.recipe import recipe;"
         "bad = [m.name for m in pkgutil.walk_packages(mmkit.__path__, 'mmkit.') if '.xla' not in m.name and '__main__' not in m.name"
-        " and not importlib.import_module(m.name)]; load('13b'); print(PARAMS)"
+        " and not importlib.import_module(m.name)]; load('13b'); recipe('cambrian_7m'); load('mine'); print(PARAMS)"
     )
+    (tmp_path / "params").mkdir()
+    (tmp_path / "params" / "mine.yaml").write_text("base: 13b\n")  # a user's, beside an installed wheel
     environment = {key: value for key, value in os.environ.items() if key != "MMKIT_PARAMS"} | {"PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run([sys.executable, "-c", walk], capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

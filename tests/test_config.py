@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 import pytest
 
 from mmkit import config
 from mmkit.config import ConfigError, load
 
-PUBLISHED = ("8b", "13b", "34b", "phi3-3b", "ferret-7b", "ferret-13b", "llava-7b", "llava-13b", "clip-vit-l-14")
+PUBLISHED = ("8b", "13b", "34b", "phi3-3b", "ferret-7b", "ferret-13b", "ferret-7b-lora", "llava-7b", "llava-13b", "clip-vit-l-14")
 
 
 @pytest.mark.parametrize("stage", config.STAGES)
@@ -19,14 +16,6 @@ def test_every_preset_resolves_at_every_stage(name, stage):
     run = load(name, stage)
     assert (run.preset, run.stage) == (name, stage)
     assert run.folder == f"runs/{name}/{stage}/default"
-
-
-def test_every_setting_is_read_by_the_code():
-    files = Path(config.__file__).parent.rglob("*.py")
-    read = {node.attr for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))) if isinstance(node, ast.Attribute)}
-    sections = [kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, config.Settings)]
-    assert len(sections) > 15
-    assert [(kind.__name__, name) for kind in sections for name in kind.model_fields if name not in read] == []
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -40,6 +29,51 @@ def test_every_published_preset_has_a_debug_twin_of_the_same_structure(name):
         assert (full.regions is None) == (small.regions is None)
         assert (full.template, full.image_fit) == (small.template, small.image_fit)
         assert small.language.source == "random"
+
+
+def test_every_preset_for_accelerators_has_a_debug_twin():
+    large = {name for name in config.presets() if "debug" not in name} - {"tiny", "clip-tiny", "clip-scratch"}
+    assert large == {*PUBLISHED, "ferret-7b-qlora"}
+    full, small = load("ferret-7b-qlora", "finetune"), load("ferret-7b-qlora-debug", "finetune")
+    assert full.train.bits == small.train.bits == 4 and full.train.lora == small.train.lora
+    assert full.model.regions and small.model.regions
+    assert (full.model.template, full.model.image_fit) == (small.model.template, small.model.image_fit)
+    assert small.model.language.source == "pack:smollm2", "weights of 4 bits are exported beside a source that can be read"
+
+
+FERRET_FOLDERS = {  # of apple/ml-ferret experiments/ferret_7b_train.sh: images below data/, data_multiple
+    "git_instruction": ("coco2014/train2014", 3), "vg_objects": ("vg/images", 1), "vg_relations": ("vg/images", 0.2),
+    "vg_regions": ("vg/images", 0.2), "grounded_llava_boxes_detail": ("coco2014/train2014", 1),
+    "grounded_llava_boxes_complex_reasoning": ("coco2014/train2014", 1), "grounded_llava_boxes_conversation": ("coco2014/train2014", 1),
+    "refexp_all": ("refcoco/train2014", 1), "flickr": ("flickr30k/flickr30k_images_split/train", 1), "objects365": ("objects365_v1/train", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ferret-7b", "ferret-13b"])
+def test_ferret_presets_say_what_the_published_scripts_say(name):
+    first, second = load(name, "pretrain"), load(name, "finetune")
+    assert (first.train.optimizer.lr, first.train.global_batch, first.accumulation) == (2e-3, 128, 1), "LLaVA v1's projector"
+    assert (second.train.optimizer.lr, second.train.global_batch, second.train.device_batch, second.train.epochs) == (2e-5, 128, 16, 3)
+    assert (second.train.optimizer.warmup, second.train.checkpoint.save_every, second.train.checkpoint.keep_last) == (0.03, 1500, 3)
+    assert second.data.workers == 8 and second.data.max_length == 2048
+    got = {source.name: (source.images.removeprefix("data/"), source.multiple) for source in second.data.sources}
+    assert got == FERRET_FOLDERS
+
+
+@pytest.mark.parametrize(("name", "bits"), [("ferret-7b-lora", 16), ("ferret-7b-qlora", 4)])
+def test_adapter_presets_of_ferret(name, bits):
+    run = load(name, "finetune")
+    train, lora = run.train, run.train.lora
+    assert (lora.rank, lora.alpha, lora.dropout, train.bits) == (16, 16, 0.05, bits)
+    assert (run.devices, train.device_batch, run.accumulation, train.global_batch) == (4, 2, 8, 64)
+    assert (train.optimizer.lr, train.optimizer.warmup, train.epochs, train.checkpoint_blocks) == (2e-5, 0.03, 3, True)
+    assert (run.backend.kind, run.backend.zero_stage) == ("deepspeed", 2) and run.model.language.source == "lmsys/vicuna-7b-v1.5"
+    assert train.trainable == ("connector", "regions") and load(name, "pretrain").train.bits == 16
+
+
+def test_the_published_contrastive_run_measures_zero_shot_each_epoch():
+    run = load("clip-vit-l-14", "pretrain")
+    assert (run.evaluation.tasks, run.train.eval_every, run.train.eval_unit) == (("imagenet1k",), 1, "epochs")
 
 
 @pytest.mark.parametrize(
@@ -71,6 +105,16 @@ def test_cambrian_hyper_parameters_are_the_published_ones(name, lr_pretrain, lr_
         ("dry_run", "false", False),
         ("trainable", "[connector]", ("connector",)),
         ("train.optimizer.lr_of.connector", "2e-4", 2e-4),
+        ("lr_of.connector", "2e-4", 2e-4),
+        ("model.language.architecture.vocab_size", "49153", 49153),
+        ("model.language.architecture.rms_norm_eps", "1e-5", 1e-5),
+        ("model.language.architecture.tie_word_embeddings", "true", True),
+        ("model.language.architecture.rope_parameters", "{rope_type: default, rope_theta: 1e5}", {"rope_type": "default", "rope_theta": 1e5}),
+        ("model.language.architecture.hidden_act", "silu", "silu"),
+        ("trainable", "('connector', 'regions')", ("connector", "regions")),
+        ("name", "007", "007"),
+        ("name", "none", "none"),
+        ("start_from", "none", None),
         ("betas", "[0.9, 0.95]", (0.9, 0.95)),
     ],
 )
@@ -89,7 +133,25 @@ def test_text_is_converted_by_the_fields_type(name, value, want):
         ({"lr": "fast"}, ["train.optimizer.lr", "'fast'", "the command line"]),
         ({"lr": -1}, ["train.optimizer.lr", "-1", "greater than 0"]),
         ({"precision": "int8"}, ["train.precision", "'int8'", "bf16"]),
-        ({"dry_run": "maybe"}, ["dry_run", "'maybe'"]),
+        ({"precision": "amp_bf16"}, ["train.precision = 'amp_bf16'", "write bf16"]),
+        ({"schedule": "cosin"}, ["train.optimizer.schedule = 'cosin'", "did you mean 'cosine'"]),
+        ({"dry_run": "maybe"}, ["dry_run", "'maybe'", "true or false is wanted"]),
+        ({"steps": 2.5}, ["train.steps = 2.5", "a whole number is wanted, as 8"]),
+        ({"steps": "many"}, ["train.steps = 'many'", "a whole number is wanted"]),
+        ({"data.sources": "my.json"}, ["data.sources = 'my.json'", "a list is wanted, as [{name: NAME, format: llava, path: PATH}]"]),
+        ({"data.sources": {"name": "x"}}, ["data.sources", "a list is wanted, as [{name: NAME"]),
+        ({"data.sources": [{"name": "x", "format": "llava"}]}, ["data.sources.0.path", "is missing"]),
+        ({"data.sources": "[{name: x, format: llava, path: a, image_dir: b}]"}, ["no setting 'data.sources.0.image_dir'", "images: DIR"]),
+        ({"data.sources": "[{name: x, format: llava, path: a, imags: b}]"}, ["data.sources.0.imags", "did you mean 'images'"]),
+        ({"trainable": "connector"}, ["train.trainable = 'connector'", "a list is wanted, as [language, connector]"]),
+        ({"query_sides": 24}, ["model.connector.query_sides = 24", "a list is wanted, as [8, 8]"]),
+        ({"betas": "[0.9]"}, ["train.optimizer.betas", "is missing"]),
+        ({"train.lora": "true"}, ["train.lora = 'true'", "a mapping of settings is wanted, as {rank: 8}"]),
+        ({"lr_of": "1e-3"}, ["train.optimizer.lr_of", "a mapping is wanted, as {language: 0.5}"]),
+        ({"name": 7}, ["name = 7", "a text is wanted; quote it"]),
+        ({"model.language.architecture.vocab_size": "[1, 2"}, ["vocab_size", "the command line", "is no YAML"]),
+        ({"images": "pics"}, ["no setting 'images'", "entries of data.sources have it", "as [{name: NAME, format: llava"]),
+        ({"resume": "latest"}, ["resume = 'latest'", "write auto"]),
         ({"kind": "sva"}, ["ambiguous", "model.connector.kind"]),
         ({"global_batch": 100}, ["global_batch 100", "device_batch 16", "use 128 or 256"]),
         ({"template": None}, ["template"]),
@@ -161,7 +223,7 @@ def test_the_resolved_config_is_read_back_unchanged(tmp_path):
 
 def test_a_preset_file_with_an_unknown_name_is_refused(tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").write_text("model: {kind: clip, name: ViT-B-32}\nstages: {pretrian: {}}\n", encoding="utf8")
-    monkeypatch.setattr(config, "PARAMS", tmp_path)
+    monkeypatch.setenv("MMKIT_PARAMS", str(tmp_path))
     with pytest.raises(ConfigError, match="no stage 'pretrian'; did you mean 'pretrain'"):
         load("mine")
     (tmp_path / "mine.yaml").write_text("model: {kind: clip, name: ViT-B-32, lock_img: true}\n", encoding="utf8")
@@ -169,4 +231,73 @@ def test_a_preset_file_with_an_unknown_name_is_refused(tmp_path, monkeypatch):
         load("mine")
     (tmp_path / "mine.yaml").write_text("base: mine\n", encoding="utf8")
     with pytest.raises(ConfigError, match="ring: mine -> mine"):
+        load("mine")
+
+
+@pytest.mark.parametrize("name", ["a/b c", "", "..", ".hidden", "-x", "a b", "x\n", "é", "a" * 101])
+def test_a_name_that_is_no_folder_of_its_own_is_refused(name):
+    with pytest.raises(ConfigError, match="name = .*letters a-z, digits, '.', '_' and '-'"):
+        load("tiny", overrides={"name": name})
+
+
+def test_names_roots_and_urls_that_are_folders_are_taken():
+    for name in ("lr-1e-4", "a.b_c", "7", "_x"):
+        assert load("tiny", overrides={"name": name}).folder == f"runs/tiny/pretrain/{name}"
+    assert load("tiny", overrides={"root": "gs://bucket/a b/runs"}).folder.startswith("gs://bucket/a b/runs/tiny")
+    with pytest.raises(ConfigError, match="root = '': .*|root = ''"):
+        load("tiny", overrides={"root": ""})
+    with pytest.raises(ConfigError, match="tensorboard.*to a disk only"):
+        load("tiny", overrides={"root": "gs://bucket/runs", "train.tensorboard": True})
+
+
+# ---------------------------------------------------------------- a user's own presets
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A working folder with params/: one preset on the kit's, one of the same name as the kit's."""
+    (tmp_path / "params").mkdir()
+    (tmp_path / "params" / "mine.yaml").write_text("base: ferret-7b-debug\nstages: {finetune: {train: {optimizer: {lr: 1e-4}}}}\n")
+    (tmp_path / "params" / "tiny.yaml").write_text("base: tiny\nmodel: {language: {architecture: {rms_norm_eps: 1e-6}}}\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "params"
+
+
+def test_presets_of_the_working_folder_lie_over_the_kits(own):
+    assert {"mine", "tiny", "13b"} <= set(config.presets())
+    assert load("mine", "finetune").train.optimizer.lr == 1e-4 and load("mine", "finetune").model == load("ferret-7b-debug", "finetune").model
+    mine, lora = load("tiny", "finetune"), {"rank": 16, "alpha": 32}
+    assert mine.model.language.architecture["rms_norm_eps"] == 1e-6 and mine.train.lora.model_dump().items() >= lora.items()
+
+
+def test_an_error_in_an_own_preset_names_its_file_and_what_it_stands_in_place_of(own):
+    (own / "tiny.yaml").write_text("base: tiny\ntrain: {learning_rate: 1e-4}\n")
+    words = r"no setting 'train.learning_rate' \(from .*params/tiny.yaml, which stands in place of .*params/tiny.yaml"
+    with pytest.raises(ConfigError, match=words + r"\); it is 'train.optimizer.lr' here"):
+        load("tiny")
+
+
+def test_mmkit_params_names_one_more_folder_and_hides_nothing(own, tmp_path, monkeypatch):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "mine.yaml").write_text("base: 13b-debug\n")
+    monkeypatch.setenv("MMKIT_PARAMS", str(tmp_path / "more"))
+    assert load("mine").model == load("13b-debug").model and load("ferret-7b").backend.processes == 8
+    monkeypatch.setenv("MMKIT_PARAMS", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="MMKIT_PARAMS = .*none' is no folder"):
+        load("tiny")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- a\n", "holds a list; write one `name: value` a line"),
+        ("model: {kind: vlm\n", r"mine.yaml \(line 2\)"),
+        ("train: {steps: 1}\ntrain: {steps: 2}\n", "'train' stands there twice"),
+        ("train: {steps: 1, steps: 2}\n", "'steps' stands there twice"),
+        ("stages: {pretrain: {train: {lora_r: 16}}}\nbase: tiny\n", "it is 'train.lora.rank' here"),
+    ],
+)
+def test_a_preset_file_that_cannot_be_read_is_one_message(own, text, words):
+    (own / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=words):
         load("mine")

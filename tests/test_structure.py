@@ -6,9 +6,16 @@ import ast
 import json
 import subprocess
 import sys
+import typing
+from argparse import Namespace
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+
+from mmkit import config
+from mmkit.values import kinds_of
+from tests import code_shape
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mmkit"
@@ -17,11 +24,45 @@ LIMITS = (
     "copied_functions=0 nb_longest_cell=12 nb_definitions=0 nb_with_outputs=0 nb_without_parameters=0 documented_pct>=80 test_ratio>=0.5"
 ).split()
 LEVELS = (  # a folder may import from its own and from lower rows, never from a sibling in its own row
-    ("errors", "config", "rules", "letterbox", "cache", "storage"),
+    ("errors", "config", "rules", "values", "presets", "foreign_names", "letterbox", "cache", "storage"),
     ("models", "data", "sharding"),
     ("training", "evaluation"),
-    ("launch", "notebook", "figures", "doctor", "cli", "__main__"),
+    ("launch", "notebook", "figures", "doctor", "listing", "cli", "__main__"),
 )
+REGIONS = "regions: Ferret's scorers, for its own benchmarks"
+CAMBRIAN = "scorers of Cambrian's benchmarks that have no task yet"
+CLIP = "open_clip's collections: scored whole, beside the published values"
+CONTROLS = "results beside each other"
+TAKEN_BY_TESTS = {  # public names that no line of the kit uses yet -> what will; an entry goes when its name is used or deleted
+    "mmkit/data/batches.py attention_allowed": "the rule of attention, beside the masks that models make of it",
+    "mmkit/data/boxes.py UNIT": "boxes in fractions",
+    "mmkit/data/demo_words.py names_held_out": "the demo's split by concept",
+    "mmkit/data/recipe.py sources_of": "a setting that names a published mixture",
+    "mmkit/data/recipe.py category_shares": "a setting that names a published mixture",
+    "mmkit/data/regions.py encode_mask": "regions drawn by hand",
+    "mmkit/data/regions.py box_of_mask": "regions drawn by hand",
+    "mmkit/evaluation/answers.py choice_letter": CAMBRIAN,
+    "mmkit/evaluation/answers.py lenient_number": CAMBRIAN,
+    "mmkit/evaluation/answers.py boxed_answers_differ": REGIONS,
+    "mmkit/evaluation/answers.py decode_boxes": REGIONS,
+    "mmkit/evaluation/answers.py any_box": REGIONS,
+    "mmkit/evaluation/answers.py phrases_equal": REGIONS,
+    "mmkit/evaluation/answers.py without_negations": REGIONS,
+    "mmkit/evaluation/answers.py box_iou": REGIONS,
+    "mmkit/evaluation/chat.py open_chat": "the talk widget",
+    "mmkit/evaluation/clip_sets.py score_all": CLIP,
+    "mmkit/evaluation/collections.py average": CLIP,
+    "mmkit/evaluation/collections.py beside_published": CLIP,
+    "mmkit/evaluation/collections.py clip_benchmark": CLIP,
+    "mmkit/evaluation/linear_probe.py linear_probe": "linear probes of an image tower",
+    "mmkit/evaluation/metrics.py mean": CONTROLS,
+    "mmkit/evaluation/published.py beside": CONTROLS,
+    "mmkit/evaluation/runner.py read_results": CONTROLS,
+    "mmkit/evaluation/task.py differences": CONTROLS,
+    "mmkit/evaluation/runner.py log": "messages of the runner",
+    "mmkit/evaluation/scoring.py log": "messages of scoring",
+}
+READ_BY_NOTHING = {("EvalConfig", "max_new_tokens"): "each task has its own decode length; the setting is to overrule it"}
 TOP_MAY_MIX = set(LEVELS[-1])  # the entry points call each other
 
 
@@ -42,6 +83,97 @@ def test_shape_limits_hold():
     command = [sys.executable, str(ROOT / "tests/code_shape.py"), str(ROOT), "--backend", "mmkit/sharding", "--check", *LIMITS]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_public_names_have_a_user_or_a_reason(monkeypatch):
+    monkeypatch.setattr(code_shape, "LISTED", 10_000)
+    shape = code_shape.measure(ROOT, Namespace(skip=[], only=[], backend=[], entry=[], path=[], top=0))
+    places = [place.split() for place in shape["test_only_names_list"] + shape["unused_names_list"]]
+    idle = {f"{place.partition(':')[0]} {name}" for place, name in places}
+    assert sorted(idle - TAKEN_BY_TESTS.keys()) == [], "used by tests only: use it or delete it"
+    assert sorted(TAKEN_BY_TESTS.keys() - idle) == [], "used or gone: take it out of TAKEN_BY_TESTS"
+
+
+SECTIONS = {
+    kind.__name__: kind
+    for kind in vars(config).values()
+    if isinstance(kind, type) and issubclass(kind, config.Settings) and kind is not config.Settings
+}
+
+
+class SettingsRead(ast.NodeVisitor):
+    """The (section, field) pairs that a file reads: ``train.lr_of`` where ``train`` holds a TrainConfig.
+
+    What a name holds is taken from its annotation, from what is assigned to it, from the list it runs through, and from
+    the settings' own names (``run.train.optimizer``). A field that another object has under the same name is no reading of it.
+    """
+
+    def __init__(self, tree: ast.Module):
+        self.known: defaultdict[str, set[str]] = defaultdict(set, {"run": {"RunConfig"}})
+        for kind in SECTIONS.values():
+            for name, field in kind.model_fields.items():
+                tuples = [typing.get_args(each)[0] for each in kinds_of(field.annotation) if typing.get_origin(each) is tuple]
+                inner = [*kinds_of(field.annotation), *(each for one in tuples for each in kinds_of(one))]
+                self.known[name] |= {each.__name__ for each in inner if getattr(each, "__name__", "") in SECTIONS}
+        self.read: set[tuple[str, str]] = set()
+        for _ in range(3):  # a name may hold what a name further down holds
+            self.visit(tree)
+
+    def held(self, node: ast.AST | None) -> set[str]:
+        """Names of the sections that an expression may be."""
+        if isinstance(node, ast.Name):
+            return self.known[node.id]
+        if isinstance(node, ast.Attribute):
+            return self.known[node.attr]
+        if isinstance(node, (ast.Tuple, ast.BoolOp, ast.IfExp, ast.NamedExpr, ast.Subscript, ast.Starred)):
+            return {name for part in ast.iter_child_nodes(node) for name in self.held(part)}
+        if isinstance(node, ast.Call):
+            function, arguments = node.func, [name for part in node.args for name in self.held(part)]
+            made = getattr(function, "id", "") in SECTIONS and {function.id}
+            copied = getattr(function, "attr", "") == "model_copy" and self.held(function.value)
+            return made or copied or (set(arguments) if getattr(function, "id", "") in ("enumerate", "zip", "sorted", "changed") else set())
+        return set()
+
+    def bind(self, target: ast.AST, value: ast.AST | None, text: str = "") -> None:
+        """``target`` holds what ``value`` does, and the sections that the annotation ``text`` names."""
+        if isinstance(target, (ast.Tuple, ast.List)):
+            parts = getattr(value, "elts", ())
+            for k, one in enumerate(target.elts):
+                self.bind(one, parts[k] if len(parts) == len(target.elts) else value)
+        elif name := getattr(target, "arg", "") or getattr(target, "id", "") or getattr(target, "attr", ""):
+            text = text.replace("ModelConfig", "VlmConfig ClipConfig")
+            self.known[name] |= self.held(value) | {section for section in SECTIONS if section in text}
+
+    def generic_visit(self, node: ast.AST) -> None:
+        """Binds and reads, then goes on inside."""
+        if isinstance(node, (ast.arg, ast.AnnAssign)) and node.annotation:
+            self.bind(getattr(node, "target", node), getattr(node, "value", None), ast.unparse(node.annotation))
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                self.bind(target, node.value)
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            self.bind(node.target, node.iter)
+        elif isinstance(node, ast.NamedExpr):
+            self.bind(node.target, node.value)
+        elif isinstance(node, ast.Attribute):
+            self.read |= {(section, node.attr) for section in self.held(node.value)}
+        super().generic_visit(node)
+
+
+def test_every_setting_is_read():
+    files = [path for path in PACKAGE.rglob("*.py") if path not in (PACKAGE / "config.py", PACKAGE / "rules.py")]
+    read = {pair for path in files for pair in SettingsRead(ast.parse(path.read_text(encoding="utf8"))).read}
+    idle = {(name, field) for name, kind in SECTIONS.items() for field in kind.model_fields if (name, field) not in read}
+    assert len(SECTIONS) > 15
+    assert sorted(idle - READ_BY_NOTHING.keys()) == [], "read by nothing: read it or delete it"
+    assert sorted(READ_BY_NOTHING.keys() - idle) == [], "read or gone: take it out of READ_BY_NOTHING"
+
+
+def test_the_reader_of_settings_tells_a_setting_from_a_namesake():
+    text = "def f(run: RunConfig, task: Task):\n    batch, decode = run.evaluation.batch, task.decode\n    return decode.max_new_tokens"
+    found = SettingsRead(ast.parse(text)).read
+    assert ("EvalConfig", "batch") in found and ("EvalConfig", "max_new_tokens") not in found
+    assert ("EvalConfig", "limit") in SettingsRead(ast.parse("x = run.evaluation\nfor y in (x,):\n    y.limit")).read
 
 
 def test_imports_point_one_way_and_siblings_do_not_meet():

@@ -7,7 +7,6 @@ modification of its file and is built again when they change.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ import numpy as np
 from mmkit.cache import alone, atomic_write, cache_root
 from mmkit.data.example import BadRecord
 
-log = logging.getLogger(__name__)
 
 SUFFIX = ".mmkit-index"
 _MAGIC, HEADER = 0x6D6D6B6974303031, 4  # "mmkit001"; words before the line starts: magic, size, time, number of lines

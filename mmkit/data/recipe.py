@@ -7,18 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from mmkit.config import PARAMS, ConfigError, SourceConfig, nearest
+from mmkit.config import ConfigError, SourceConfig, nearest
 from mmkit.data.mixture import pool
+from mmkit.presets import params_files, read_mapping
 
 
 def recipe(name: str) -> dict[str, Any]:
     """The content of ``params/mixtures/NAME.yaml``: name, cap, ratios (category -> share), sources (name, category, samples)."""
-    known = [path.stem for path in (PARAMS / "mixtures").glob("*.yaml")]
+    known = params_files("mixtures/*.yaml")
     if name not in known:
-        raise ConfigError(f"no mixture {name!r}{nearest(name, known)}; mixtures are {', '.join(sorted(known))}")
-    return yaml.safe_load((PARAMS / "mixtures" / f"{name}.yaml").read_text(encoding="utf8"))
+        raise ConfigError(f"no mixture {name!r}{nearest(name, known)}; mixtures are {', '.join(known)}")
+    return read_mapping(known[name][0])
 
 
 def sources_of(

@@ -122,10 +122,20 @@ def check_names(names: Iterable[str], present: bool = True) -> None:
         if name not in known:
             groups = ", ".join((*CLIP_TASKS, *collections.COLLECTIONS))
             raise ConfigError(f"no task {name!r}{nearest(name, known)}; tasks are {groups} and the sets of these collections")
-        for member in () if name in CLIP_TASKS or not present else collections.members(name):
-            folder = folder_of(member, data_root())
+    for name, folder in absent_sets(names).items() if present else ():
+        raise ConfigError(f"task {name!r}: no set at {folder}; put clip-benchmark's tar set there, or set MMKIT_EVAL_DATA to where it is")
+
+
+def absent_sets(names: Iterable[str]) -> dict[str, str]:
+    """Task or collection of ``names`` -> the folder of its first set that is not on the disk."""
+    from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS
+
+    found: dict[str, str] = {}
+    for name in (name for name in names if name not in CLIP_TASKS):
+        for folder in (folder_of(member, data_root()) for member in collections.members(name)):
             if Store(folder).size("test/nshards.txt") is None:
-                raise ConfigError(f"task {name!r}: no set at {folder}; put clip-benchmark's tar set there, or set MMKIT_EVAL_DATA to where it is")
+                found.setdefault(name, folder)
+    return found
 
 
 def check_metric(metric: str | None, names: Sequence[str]) -> None:

@@ -227,13 +227,3 @@ def ferret_bench() -> Drawn:
     bars(ax, list(rows.model), {name: rows[name].to_numpy() for name in columns})
     ax.set(title="Ferret-Bench", ylabel="relative score (%)")
     return Drawn("ferret_bench", figure, rows, source("ferret_bench"))
-
-
-DRAWINGS = {
-    drawing.__name__: drawing
-    for drawing in (
-        cambrian_benchmarks, cambrian_encoder_comparison, cambrian_encoder_ensemble, cambrian_connector, cambrian_data_curation,
-        cambrian_threshold, cambrian_threshold_cumulative, cambrian_mixture, cambrian_composition, cambrian_two_stage,
-        cambrian_clip_vs_dinov2, cambrian_linear_probe, cambrian_attention, ferret_referring, ferret_grounding, ferret_pope, ferret_bench,
-    )
-}  # fmt: skip

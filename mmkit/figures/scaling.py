@@ -118,9 +118,3 @@ def training_speed() -> Drawn:
     ax.bar(rows.model + "\n" + rows.precision, rows.samples_per_s_per_gpu)
     ax.set(ylabel="samples / s / GPU", title="Training speed")
     return Drawn("training_speed", figure, rows, source("laion_large_clip_speed"))
-
-
-DRAWINGS = {
-    drawing.__name__: drawing
-    for drawing in (scaling_law, learning_curves, stability_timeline, l14_results, model_profile, training_speed)
-}

@@ -159,15 +159,38 @@ def _train_here(run: RunConfig, on_log: Callable[[Record], None] | None) -> bool
 
 
 def evaluation_of(run: RunConfig) -> Callable | None:
-    """What is measured each ``train.eval_every`` steps or epochs: a contrastive run's tasks, or those of the demo where it names none."""
+    """What is measured each ``train.eval_every`` steps or epochs: a contrastive run's tasks, or those of the demo where it names none.
+
+    Tasks whose sets are not on the disk are left out with one warning; ConfigError for them where ``checkpoint.best_metric`` needs one.
+    """
     if run.model.kind != "clip" or not run.train.eval_every:
         return None
-    from mmkit.evaluation.clip_sets import check_metric, check_names, during_training
+    from mmkit.evaluation.clip_sets import absent_sets, check_metric, check_names, during_training
     from mmkit.models.build import image_transforms, tokenizer
+    from mmkit.sharding.environment import process_environment
+    from mmkit.training.schedule import VALIDATION_LOSS
 
-    check_names(run.evaluation.tasks)
-    check_metric(run.train.checkpoint.best_metric, run.evaluation.tasks)
-    return during_training(tokenizer(run.model), image_transforms(run.model), run.evaluation.tasks, run.evaluation.batch)
+    names, best = run.evaluation.tasks, run.train.checkpoint.best_metric
+    decides = best is not None and best.startswith("eval_") and best != VALIDATION_LOSS
+    check_names(names, present=decides)  # without a value that decides, nothing of the run depends on its sets
+    check_metric(best, names)
+    missing = absent_sets(names)
+    speaks = process_environment(os.environ).rank == 0  # one warning, not one a process
+    if missing and speaks:
+        folders = ", ".join(f"{name} ({folder})" for name, folder in missing.items())
+        log.warning(
+            "not measured while training, since the set is not here: %s; put clip-benchmark's tar sets there, set MMKIT_EVAL_DATA to where "
+            "they are, or silence this with train.eval_every=0", folders,
+        )  # fmt: skip
+    tools = tokenizer(run.model), image_transforms(run.model)
+
+    def on_eval(state: Any) -> dict[str, float]:
+        # all processes score what the main one found: on a network disk a set may show up on one of them first, and a task that only
+        # some of them score would wait for the others for ever
+        there = state.backend.broadcast([name for name in names if name not in missing])
+        return during_training(*tools, there, run.evaluation.batch)(state) if there or not names else {}
+
+    return on_eval
 
 
 # ---------------------------------------------------------------- a child and its metrics

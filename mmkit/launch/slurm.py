@@ -185,16 +185,6 @@ def watch(job: Job, on_log: Callable[[dict], None] | None = None, env: dict[str,
         time.sleep(every)
 
 
-def cancel(job: Job, env: dict[str, str] | None = None) -> None:
-    """End the job and take it out of the queue."""
-    _slurm(["scancel", job.id], env)
-
-
-def save_and_requeue(job: Job, env: dict[str, str] | None = None) -> None:
-    """Do now what happens before the time limit: training saves and ends, and the job is queued again."""
-    _slurm(["scancel", "--batch", "--signal=USR1", job.id], env)
-
-
 def _slurm(command: list[str], env: dict[str, str] | None) -> str:
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

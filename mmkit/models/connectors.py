@@ -163,6 +163,9 @@ class SeparateLayer(nn.Module):
         return x + self.out(self.norm(h + mixed))
 
 
+LAYERS: dict[str, type[nn.Module]] = {"joint": JointLayer, "separate": SeparateLayer}
+
+
 class TokenSampler(nn.Module):
     """Layers that refine one query per grid cell by looking at the windows under it. All inputs are positional tensors."""
 
@@ -192,7 +195,7 @@ class SpatialVisionAggregator(nn.Module):
         )
         self.queries = nn.Parameter(torch.randn(len(self.query_sides), width) * width**-0.5)
         self.groups = nn.ModuleList(
-            TokenSampler(width, width, [s // q for s in sides], config.depth, config.heads) for q in self.query_sides
+            TokenSampler(width, width, [s // q for s in sides], config.depth, config.heads, LAYERS[config.layer]) for q in self.query_sides
         )
         self.output = nn.Sequential(
             nn.Linear(width * len(self.query_sides), d_language), nn.GELU(), nn.Linear(d_language, d_language)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mmkit.config import IMAGE_TOKEN_INDEX, REGION_TOKEN_INDEX, VlmConfig
 from mmkit.errors import InputError
 from mmkit.letterbox import visible_slots
-from mmkit.models.connectors import TokenSampler, VisionMemory, build_connector, check_features, each_cell, match_embeddings
+from mmkit.models.connectors import LAYERS, TokenSampler, VisionMemory, build_connector, check_features, each_cell, match_embeddings
 from mmkit.models.encoders import BLOCKS as ENCODER_BLOCKS
 from mmkit.models.language import Places, adjust_logits, decoder_layers, run, text_config
 from mmkit.models.regions import build_regions, rows_at
@@ -70,7 +70,7 @@ class VisionLanguageModel(nn.Module):
         windows = [side // self.config.grid_side for side in self.sides]
         layers = decoder_layers(self.language)
         for k in range(samplers.count):
-            self.samplers.append(TokenSampler(d_language, connector.width, windows, 1, connector.heads))
+            self.samplers.append(TokenSampler(d_language, connector.width, windows, 1, connector.heads, LAYERS[connector.layer]))
             layers[samplers.start + k * samplers.stride].register_forward_hook(functools.partial(self._after_layer, k))
 
     def __getstate__(self) -> dict:

@@ -8,17 +8,20 @@ by its declared type, refuses unknown names with the nearest right one, and retu
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from mmkit.config import ConfigError, RunConfig, changed, load, nearest, setting_path
+from mmkit.foreign_names import ours
+from mmkit.presets import workspace
+from mmkit.values import explain, hint, kinds_of, literal
 
+MAGIC = re.compile(r"(?m)^\s*[%!].*$")
 INJECTED = "# Parameters"  # first line of the cell papermill adds
 TYPES = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict, "tuple": tuple}
 BACKENDS: dict[str, dict[str, Any]] = {  # what `backend` may say, in settings
@@ -52,6 +55,7 @@ class Parameter:
 
 def declared(source: str) -> dict[str, Parameter]:
     """The parameters a cell declares, by name; ConfigError where a default is no literal."""
+    source = MAGIC.sub("", source)
     lines = source.splitlines()
     found = {}
     for node in ast.parse(source).body:
@@ -72,7 +76,7 @@ def convert(parameter: Parameter, value: Any, source: str) -> Any:
     """``value`` as the declared type; text spells any type, but a number never silently becomes a text."""
     want = parameter.type
     if isinstance(value, str) and want is not str:
-        value = _literal(value)
+        value = literal(value)
     if hasattr(value, "item") and not isinstance(value, str):  # a numpy scalar
         value = value.item()
     if isinstance(value, Path):
@@ -80,11 +84,11 @@ def convert(parameter: Parameter, value: Any, source: str) -> Any:
     try:
         return TypeAdapter(want).validate_python(value)
     except ValidationError as error:
-        hint = error.errors()[0]["msg"]
+        why = explain(error.errors()[0], kinds_of(want), parameter.name)
         if want is str and isinstance(value, (int, float)):
-            hint += f"; a number where a text belongs: quote it (papermill: -r {parameter.name} TEXT keeps text as typed)"
+            why += f"; a number where a text belongs: quote it (papermill: -r {parameter.name} TEXT keeps text as typed)"
         kind = parameter.type_text or want.__name__
-        raise ConfigError(f"{parameter.name} = {value!r} (from {source}) is not of type {kind}: {hint}") from None
+        raise ConfigError(f"{parameter.name} = {value!r} (from {source}) is not of type {kind}: {why}") from None
 
 
 def check(values: dict[str, Any], known: dict[str, Parameter], source: str, settings: bool = True) -> dict[str, Any]:
@@ -96,7 +100,7 @@ def check(values: dict[str, Any], known: dict[str, Parameter], source: str, sett
         elif settings and _is_setting(name, source, known):
             checked[name] = value
         else:
-            raise ConfigError(f"no parameter {name!r} (from {source}){nearest(name, known)}; there are {', '.join(known)}")
+            raise ConfigError(f"no parameter {name!r} (from {source}){hint(name, known)}; there are {', '.join(known)}")
     return checked
 
 
@@ -107,8 +111,10 @@ def begin(namespace: dict[str, Any], stage: str, also: tuple[str, ...] = ()) -> 
     the preset's own. The converted values replace the raw ones in ``namespace``. Paths of runs start from the checkout's root, so the
     notebook works from ``notebooks/`` and from the root.
     """
-    known = _declared_in(namespace)
-    injected = _injected_in(namespace)
+    known, injected = _cells_of(namespace)
+    for name in known:  # a misspelt name whose value is 0 or "" must not pass for "the preset's own"
+        if name not in also and name not in NOT_SETTINGS:
+            _is_setting(name, "the parameters cell", [other for other in known if other != name])
     values = {name: namespace[name] for name in known if name in namespace}
     values |= {name: namespace[name] for name in injected if name in namespace}
     checked = check(values, known, "the notebook's parameters")
@@ -127,7 +133,7 @@ def assemble(values: dict[str, Any], stage: str, source: str) -> RunConfig:
     overrides = backend_settings(values.pop("backend", ""), source) | overrides | values
     run = load(str(model), str(stage), overrides, source)
     local = "://" not in run.root and not Path(run.root).is_absolute()
-    return changed(run, root=str(workspace() / run.root)) if local else run
+    return changed(run, root=str(workspace() / Path(run.root).expanduser())) if local else run
 
 
 def backend_settings(name: str, source: str) -> dict[str, Any]:
@@ -139,15 +145,6 @@ def backend_settings(name: str, source: str) -> dict[str, Any]:
     return dict(BACKENDS[name])
 
 
-def workspace(start: Path | None = None) -> Path:
-    """The folder that ``runs/`` lies in: the checkout around the working folder, else the working folder itself."""
-    here = Path(start or Path.cwd()).resolve()
-    for folder in (here, *here.parents):
-        if (folder / "pyproject.toml").is_file() and (folder / "notebooks").is_dir():
-            return folder
-    return here
-
-
 def of_notebook(book: Any, name: str) -> dict[str, Parameter]:
     """The parameters of a loaded notebook; ConfigError where no cell carries the tag ``parameters``."""
     for cell in book["cells"]:
@@ -156,50 +153,53 @@ def of_notebook(book: Any, name: str) -> dict[str, Parameter]:
     raise ConfigError(f"{name} has no cell tagged 'parameters', so values passed to it would do nothing; tag its second cell")
 
 
-def _is_setting(name: str, source: str, known: dict[str, Parameter]) -> bool:
+def _is_setting(name: str, source: str, known: Iterable[str]) -> bool:
     try:
         setting_path(name, source)
     except ConfigError as error:
         if "ambiguous" in str(error):
             raise
-        own = nearest(name, known)
+        own = "" if ours(name) else nearest(name, known)
         raise ConfigError(f"no parameter or setting {name!r} (from {source}){own}" if own else str(error)) from None
     return True
 
 
-def _literal(text: str) -> Any:
-    """Text that spells a list, tuple, set or mapping, in Python's or YAML's way, as its value.
+def _cells_of(namespace: dict[str, Any]) -> tuple[dict[str, Parameter], list[str]]:
+    """What the parameters cell declares, and the names that papermill's injected cell assigned after it.
 
-    ``1e-5`` and ``false`` stay text, which pydantic converts.
+    IPython keeps the text of the cells that were run, not their tags. The parameters cell is the newest one that is nothing but
+    assignments with a declared type among them; once it was run, a newer cell that assigns half of its names counts too, so that a
+    line added without a type, or a type deleted, is seen in a kernel that still knows the older text.
     """
-    if not re.match(r"\s*[\[({]", text):
-        return text.strip()
-    with contextlib.suppress(ValueError, SyntaxError):
-        return ast.literal_eval(text.strip())
-    with contextlib.suppress(yaml.YAMLError):
-        return yaml.safe_load(text)
-    return text
+    cells = [(source, _names_assigned(source)) for source in namespace.get("In", ()) if isinstance(source, str)]
+    cells = [(source, names) for source, names in cells if names]
+    own = [k for k, (source, names) in enumerate(cells) if any(names.values()) and not source.startswith(INJECTED) and _is_plain(source)]
+    if not own:
+        raise ConfigError("no parameters cell was run before this one; run the cell tagged 'parameters' (the second cell) first")
+    first = cells[own[-1]][1]
+    later = [
+        k for k, (source, names) in enumerate(cells)
+        if k > own[-1] and not source.startswith(INJECTED) and 2 * len(names.keys() & first.keys()) >= len(first)
+    ]  # fmt: skip
+    place = max([own[-1], *later])
+    injected = [names for k, (source, names) in enumerate(cells) if k > place and source.startswith(INJECTED)]
+    return declared(cells[place][0]), list(injected[-1]) if injected else []
 
 
-def _cells_run(namespace: dict[str, Any]) -> list[str]:
-    return [source for source in namespace.get("In", ()) if isinstance(source, str)]
+def _names_assigned(source: str) -> dict[str, bool]:
+    """Names that a cell assigns at its top level -> whether with a type; empty where it does not parse. Magics are left out."""
+    try:
+        nodes = ast.parse(MAGIC.sub("", source)).body
+    except SyntaxError:
+        return {}
+    names = {node.target.id: True for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value}
+    targets = [target for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
+    return {target.id: False for target in targets if isinstance(target, ast.Name)} | names
 
 
-def _declared_in(namespace: dict[str, Any]) -> dict[str, Parameter]:
-    """Declarations of the last cell run that declares ``name: type = literal``; the newest run counts after an edit."""
-    for source in reversed(_cells_run(namespace)):
-        try:
-            tree = ast.parse(source)
-        except SyntaxError:  # a cell with a magic
-            continue
-        if tree.body and all(isinstance(node, ast.AnnAssign) for node in tree.body):
-            return declared(source)
-    raise ConfigError("no parameters cell was run before this one; run the cell tagged 'parameters' (the second cell) first")
-
-
-def _injected_in(namespace: dict[str, Any]) -> list[str]:
-    """Names assigned by papermill's injected cell, none outside papermill."""
-    for source in reversed(_cells_run(namespace)):
-        if source.startswith(INJECTED):
-            return [node.targets[0].id for node in ast.parse(source).body if isinstance(node, ast.Assign)]
-    return []
+def _is_plain(source: str) -> bool:
+    """Whether a cell holds assignments only, some of them of a literal to a name with a type."""
+    nodes = ast.parse(MAGIC.sub("", source)).body
+    typed = [node.value for node in nodes if isinstance(node, ast.AnnAssign) and node.value]
+    literals = [node for node in typed if not any(isinstance(part, (ast.Call, ast.Name)) for part in ast.walk(node))]
+    return bool(literals) and all(isinstance(node, (ast.AnnAssign, ast.Assign)) for node in nodes)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,6 @@ from torch import Tensor, nn
 
 from mmkit.config import BackendConfig, ConfigError, Precision, TrainConfig, nearest
 
-log = logging.getLogger(__name__)
 Entry = dict[str, Tensor]  # {"param", "exp_avg", "exp_avg_sq"}: full fp32 tensors on the CPU
 Factory = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
 Rules = Sequence[tuple[str, Sequence[str | None]]]  # (pattern of the full parameter name, mesh axis of each dimension)

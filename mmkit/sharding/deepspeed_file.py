@@ -11,7 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mmkit.config import PARAMS, BackendConfig, ConfigError, TrainConfig
+from mmkit.config import BackendConfig, ConfigError, TrainConfig
+from mmkit.presets import params_files
 
 OPTIMIZERS = ("adam", "adamw", "auto")  # of a file: all mean torch's AdamW here
 ADAMW = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False, "torch_adam": True}  # how that one works, in DeepSpeed's words
@@ -23,10 +24,11 @@ def read_file(path: str | None) -> dict[str, Any]:
     """The file's settings; a bare name (``zero3``) is one of ``params/deepspeed``. Empty without a path."""
     if path is None:
         return {}
-    candidates = [Path(path), PARAMS / "deepspeed" / f"{path}.json"]
+    kept = params_files("deepspeed/*.json")
+    candidates = [Path(path), *kept.get(path, ())]
     found = next((candidate for candidate in candidates if candidate.is_file()), None)
     if found is None:
-        raise ConfigError(f"backend.deepspeed_config = {path!r}: no such file, and none of {', '.join(_known())} in params/deepspeed")
+        raise ConfigError(f"backend.deepspeed_config = {path!r}: no such file, and none of {', '.join(kept)} in params/deepspeed")
     try:
         settings = json.loads(found.read_text(encoding="utf8"))
     except ValueError as error:
@@ -34,10 +36,6 @@ def read_file(path: str | None) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ConfigError(f"backend.deepspeed_config = {path!r} holds {str(settings)[:60]}, but a DeepSpeed file is one object {{...}}")
     return settings | {"_file": str(found)}
-
-
-def _known() -> list[str]:
-    return sorted(path.stem for path in (PARAMS / "deepspeed").glob("*.json"))
 
 
 def filled_settings(

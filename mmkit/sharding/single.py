@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from mmkit.sharding import moments
 from mmkit.sharding.backend import MOMENTS, Backend, Entry, Factory, Rules, autocast, named, plain_name
 from mmkit.sharding.machine import this_machine
 
-log = logging.getLogger(__name__)
 
 
 class SingleBackend(Backend):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import logging
 import os
 import re
 import shutil
@@ -32,7 +31,6 @@ from mmkit.sharding.machine import Machine
 from mmkit.sharding.processes import HostTalk
 from mmkit.sharding.single import SingleBackend, check_shapes
 
-log = logging.getLogger(__name__)
 AXES = ("data", "fsdp")
 SMALLEST_RATE = 1e-30  # AdamW with its step on the device divides by the rate: 0, as at the start of a warm-up, would give NaN
 CACHE_SIZE, DEFAULT_CACHE_SIZE = "XLA_COMPILATION_CACHE_SIZE", 2048  # programs torch_xla keeps, and how many where it is not told

@@ -6,7 +6,6 @@ the loop itself, and the run folder (`run_folder.py`).
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 from collections.abc import Callable, Iterable
@@ -30,7 +29,6 @@ from mmkit.training.weights import (
     build_model, check_patterns, frozen_record, materialise, parent_export, prepare_model, reader, start_digests,
 )  # fmt: skip
 
-log = logging.getLogger(__name__)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """What a run writes down: metrics.jsonl, a line a step, and environment.json.
 
 Values of a step stay on the device until a log step; sums over bf16 losses are taken in fp32, since a bf16 sum of ones stops at
-256. metrics.jsonl is the truth: progress bars, TensorBoard and W&B read it.
+256. metrics.jsonl is the truth: progress bars and notebooks read it, and with ``train.tensorboard`` its numbers stand in TensorBoard too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -100,8 +101,11 @@ class MetricsFile:
     those of steps that a resume goes on from.
     """
 
-    def __init__(self, folder: str, last_step: int = 0, last_samples: int = 0):
-        """Keeps the lines up to ``last_step``, or, as a change of the batch numbers steps anew, up to ``last_samples`` samples."""
+    def __init__(self, folder: str, last_step: int = 0, last_samples: int = 0, tensorboard: bool = False):
+        """Keeps the lines up to ``last_step``, or, as a change of the batch numbers steps anew, up to ``last_samples`` samples.
+
+        ``tensorboard``: the numbers of each line go to ``tensorboard/`` of the folder as well.
+        """
         self.store, self.name = Store(folder), "metrics.jsonl"
         column, last = ("total_samples", last_samples) if last_samples else ("step", last_step)
         kept = _text([line for line in self._read() if line.get(column, 0) <= last] if last else [])
@@ -111,16 +115,31 @@ class MetricsFile:
         self.file = tempfile.TemporaryFile() if self.store.remote else open(self.store.path(self.name), "ab")  # noqa: SIM115
         if self.store.remote:
             self.file.write(kept)
+        self.board = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # A run that begins anew begins its curves anew, as metrics.jsonl does; otherwise TensorBoard forgets (purge_step) the steps
+            # that a resume or a rewind makes again.
+            if not last:
+                shutil.rmtree(f"{folder}/tensorboard", ignore_errors=True)
+            self.board = SummaryWriter(f"{folder}/tensorboard", purge_step=last_step + 1 if last_step else None)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """One more line, on the disk before this returns."""
         self.file.write(_text([row]))
         self.file.flush()
+        if self.board:
+            for name, value in row.items():
+                if isinstance(value, (int, float)) and name != "step":
+                    self.board.add_scalar(name, value, row["step"])
         if self.store.remote and time.monotonic() - self.uploaded > max(REMOTE_SECONDS, 20 * self.took):
             self.flush()
 
     def flush(self) -> None:
         """Makes every line so far readable in the run folder. Where a store does not answer the run goes on: the lines are kept."""
+        if self.board:
+            self.board.flush()
         try:
             self._upload()
         except OSError as error:
@@ -132,6 +151,8 @@ class MetricsFile:
             self._upload()
         finally:
             self.file.close()
+            if self.board:
+                self.board.close()
 
     def _upload(self) -> None:
         if not self.store.remote:

@@ -134,6 +134,7 @@ def optimizer_factory(
     def make(named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         groups = groups_of(named, decays, components, config)
         check_groups(groups, named)
+        log.info("parameter groups\n%s", table_text(table(groups)))
         return adamw(groups, config)
 
     return make

@@ -303,4 +303,4 @@ def open_folder(state: TrainState, first: bool = True) -> MetricsFile | None:
         "history": state.history, "precisions": state.precisions,
     }  # fmt: skip
     store.write("environment.json", json.dumps(environment(**facts), indent=1, default=str).encode())
-    return MetricsFile(state.run.folder, state.step, state.samples)
+    return MetricsFile(state.run.folder, state.step, state.samples, state.run.train.tensorboard)

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mmkit.config import ConfigError, OptimizerConfig, TrainConfig
-from mmkit.errors import InputError
 
 
 def cosine(elapsed: float, span: float) -> float:
@@ -49,13 +48,6 @@ def factor(step: int, total: int, config: OptimizerConfig) -> float:
         cooldown = steps_of(config.cooldown, total)
         return linear(max(step - (total - cooldown), 0), cooldown) if cooldown else 1.0
     return DECAYS[config.schedule](elapsed, span)
-
-
-def sqrt_scaled(base_lr: float, batch: int, base_batch: int) -> float:
-    """The learning rate for ``batch`` where ``base_lr`` suits ``base_batch``: base_lr * sqrt(batch / base_batch) (Cambrian-1)."""
-    if base_lr <= 0 or batch <= 0 or base_batch <= 0:
-        raise InputError(f"base_lr {base_lr}, batch {batch} and base_batch {base_batch} must all be above 0")
-    return base_lr * math.sqrt(batch / base_batch)
 
 
 @dataclass

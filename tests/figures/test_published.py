@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from mmkit.figures import published, scaling
+from mmkit.figures.gallery import FIGURES
 
-ALL = published.DRAWINGS | scaling.DRAWINGS
 
 
-@pytest.mark.parametrize("name", sorted(ALL))
+@pytest.mark.parametrize("name", sorted(FIGURES))
 def test_every_figure_is_drawn_and_saved_beside_its_numbers(name, tmp_path):
-    drawn = ALL[name]()
+    drawn = FIGURES[name]()
     picture = Path(drawn.save(tmp_path))
     assert picture.stat().st_size > 5_000
     text = picture.with_suffix(".csv").read_text(encoding="utf8")

@@ -38,6 +38,12 @@ class Case:
         """Tensors that are weights, under their original names."""
         return {name: t for name, t in self.tensors.items() if not name.startswith(("in.", "mid.", "out."))}
 
+    def renamed(self, to) -> dict[str, Tensor]:
+        """The weights under ``to`` of their names, each under its own."""
+        out = {to(name): tensor for name, tensor in self.weights.items()}
+        assert len(out) == len(self.weights)
+        return out
+
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 

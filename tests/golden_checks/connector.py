@@ -9,20 +9,19 @@ import torch
 
 from mmkit.config import EncoderConfig
 from mmkit.letterbox import cropped, n_slots, padding, visible_cells, visible_slots
-from mmkit.models.connectors import JointLayer, SeparateLayer, SpatialVisionAggregator, TokenSampler, to_windows, window_mask
+from mmkit.models.connectors import LAYERS, SpatialVisionAggregator, TokenSampler, to_windows, window_mask
 from mmkit.models.convert.config import vlm_config
-from mmkit.models.convert.names import ours, rename, sampler_ours
+from mmkit.models.convert.names import ours
 from tests.golden_checks.case import Case
-
-LAYERS = {"joint": JointLayer, "sep": SeparateLayer}
 
 
 def vision_token_sampler(case: Case) -> None:
     """A bare sampler, layer by layer."""
     facts = case.json
-    layer = LAYERS[facts.get("layer_type", "joint")]
+    layer = LAYERS[{"sep": "separate"}.get(facts.get("layer_type"), "joint")]
     sampler = TokenSampler(facts["q_dim"], facts["vision_hidden_size"], facts["kv_size_list"], facts["num_layers"], 16, layer)
-    sampler.load_state_dict(rename(case.weights, sampler_ours))
+    stem = "model.vision_sampler_0."  # the first group's, of a whole model
+    sampler.load_state_dict(case.renamed(lambda name: ours(stem + name).removeprefix("connector.groups.0.")))
     x, context, windows = case["in.queries"], case["in.context"], case.many("in.kv")
     mask = torch.cat(case.many("in.kv_mask"), dim=1).bool()
     case.close(sampler(x, context, mask, *windows), "out.queries")
@@ -55,7 +54,7 @@ def _connector(case: Case) -> SpatialVisionAggregator:
     sides = [isqrt(n) for n in config["mm_vision_tower_aux_token_len_list"]]
     wanted = vlm_config(config, [EncoderConfig(name="given", side=side) for side in sides]).connector
     connector = SpatialVisionAggregator(wanted, config["encoder_hidden_sizes"], sides, config["hidden_size"])
-    connector.load_state_dict({name.removeprefix("connector."): t for name, t in rename(case.weights, ours).items()})
+    connector.load_state_dict({name.removeprefix("connector."): t for name, t in case.renamed(ours).items()})
     return connector
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from mmkit.config import IGNORE_INDEX, IMAGE_TOKEN_INDEX, REGION_TOKEN_INDEX, EncoderConfig
 from mmkit.letterbox import cropped, visible_cells
 from mmkit.models.convert.config import vlm_config
-from mmkit.models.convert.names import ours, rename
+from mmkit.models.convert.names import ours
 from mmkit.models.generation import generate
 from mmkit.models.language import decoder_layers, load_language
 from mmkit.models.vlm import VisionLanguageModel, check_batch
@@ -32,7 +32,7 @@ def build(case: Case, widths: list[int], sides: list[int], crop: bool = False) -
     config = vlm_config(case.json["config"], encoders).model_copy(update={"crop_padding": crop})
     grids = [Grid(width, side) for width, side in zip(widths, sides, strict=True)]
     model = VisionLanguageModel(config, load_language(config.language, weights=False), grids)
-    model.load_state_dict(rename(case.weights, ours))
+    model.load_state_dict(case.renamed(ours))
     return model.eval()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mmkit.config import RegionConfig
-from mmkit.models.convert.names import ours, rename
+from mmkit.models.convert.names import ours
 from mmkit.models.regions import GeoRegionSampler, farthest_points, nearest_points, read_points, rows_at
 from tests.golden_checks.case import Case
 
@@ -18,7 +18,7 @@ def ferret_geo_sampler(case: Case) -> None:
         pool=facts["pooler_mode"], transposed=True,
     )  # fmt: skip
     sampler = GeoRegionSampler(config, facts["input_dim"], facts["feature_side"], facts["output_dim"])
-    sampler.load_state_dict({name.removeprefix("regions."): t for name, t in rename(case.weights, ours).items()})
+    sampler.load_state_dict({name.removeprefix("regions."): t for name, t in case.renamed(ours).items()})
     counts = [len(case.many(f"in.mask.{b}")) for b in range(len(case["in.feature_map"]))]
     image = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))[None]  # (1, R)
     features = case["in.feature_map"].flatten(0, 1)[None]  # (1, B*s*s, C): all images as one row

@@ -221,3 +221,23 @@ def test_a_contrastive_run_is_scored_while_it_trains(tmp_path):
     with pytest.raises(ConfigError, match="did you mean 'clip_retrieval'"):
         launch(load("clip-vit-l-14-debug", "pretrain", settings | {"evaluation.tasks": ["clip_retrival"], "name": "other"}))
     assert evaluation_of(a_run(tmp_path, eval_every=2)) is None
+
+
+def test_a_set_that_is_not_here_is_left_out_of_training_with_one_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("MMKIT_EVAL_DATA", str(tmp_path / "sets"))
+    settings = {"root": str(tmp_path), "eval_every": 2, "evaluation.tasks": ["imagenet1k", "clip_retrieval"], "steps": 4}
+    result = launch(load("clip-vit-l-14-debug", "pretrain", settings))
+    rows = read_metrics(result.folder)
+    assert [any(name.startswith("eval_clip_retrieval") for name in row) for row in rows] == [False, True, False, True]
+    warnings = [record.getMessage() for record in caplog.records if "not measured while training" in record.getMessage()]
+    assert len(warnings) == 1 and "imagenet1k (" in warnings[0] and "wds_imagenet1k" in warnings[0]
+    alone = settings | {"evaluation.tasks": ["imagenet1k"], "name": "alone", "eval_every": 1, "eval_unit": "epochs"}
+    result = launch(load("clip-vit-l-14-debug", "pretrain", alone))  # as the published preset where the set is absent
+    assert result.steps == 4 and not any(name.startswith("eval_imagenet") for row in read_metrics(result.folder) for name in row)
+
+
+def test_a_set_that_decides_the_best_checkpoint_must_be_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMKIT_EVAL_DATA", str(tmp_path / "sets"))
+    best = {"best_metric": "eval_imagenet1k_acc1", "best_mode": "max", "train.eval_every": 1, "evaluation.tasks": ["imagenet1k"]}
+    with pytest.raises(ConfigError, match="task 'imagenet1k': no set at"):
+        launch(load("clip-vit-l-14-debug", "pretrain", best | {"root": str(tmp_path)}))

@@ -83,7 +83,7 @@ def test_a_requeued_job_saves_and_resumes_to_the_same_curve(cluster, shards, unb
     job = slurm.submit(run, CLUSTER, tmp_path / "job", env=cluster.env)
     metrics = Path(run.folder) / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, 200, f"no training: {job.log.read_text() if job.log.exists() else ''}")
-    slurm.save_and_requeue(job, env=cluster.env)
+    cluster.run("scancel", "--batch", "--signal=USR1", job.id)
     cluster.wait_for(job.id, ("PENDING",), 120)
     # SLURM holds a requeued job back for two minutes; a node refuses one that starts in the second in which it ended ("credential revoked")
     cluster.run("scontrol", "update", f"JobId={job.id}", "StartTime=now+5")
@@ -112,7 +112,7 @@ def test_a_lost_master_ends_the_job_with_a_message(cluster, shards, tmp_path):
 def test_a_job_is_cancelled(cluster, shards, tmp_path):
     run = load("clip-tiny", "pretrain", overrides(shards, tmp_path / "runs"))
     job = slurm.submit(run, CLUSTER, tmp_path / "job", env=cluster.env)
-    slurm.cancel(job, env=cluster.env)
+    cluster.run("scancel", job.id)
     assert cluster.wait_for(job.id, ("CANCELLED",), 60) == "CANCELLED"
 
 

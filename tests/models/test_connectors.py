@@ -22,6 +22,7 @@ from mmkit.models.connectors import (
     to_windows,
     window_mask,
 )
+from tests.models.test_vlm import model_of
 
 SIZES = torch.tensor([[300, 200], [150, 400], [64, 64], [1000, 10]])
 
@@ -86,6 +87,15 @@ def test_hidden_cells_change_nothing_and_get_no_gradient(layer):
     with torch.no_grad():
         moved = windows[1] + torch.tensor([0, 0, 5.0, -7.0])[None, :, None]
         torch.testing.assert_close(sampler(x, context, mask, windows[0], moved), out.detach())
+
+
+@pytest.mark.parametrize(("name", "layer"), [("joint", JointLayer), ("separate", SeparateLayer)])
+def test_the_setting_chooses_the_layer_before_and_inside_the_language_model(name, layer):
+    connector, features = sva(layer=name)
+    assert all(type(one) is layer for group in connector.groups for one in group.layers)
+    assert connector(features, SIZES)[0].isfinite().all()
+    model = model_of(layer=name)
+    assert all(type(one) is layer for sampler in model.samplers for one in sampler.layers) and len(model.samplers)
 
 
 def test_only_windows_of_several_cells_have_a_position():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mmkit.models.convert.names import original, ours, rename, sampler_ours
+from mmkit.models.convert.names import original, ours
 from tests.models.test_vlm import model_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -22,8 +22,7 @@ def weight_names() -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize(("case", "names"), weight_names())
 def test_every_golden_weight_has_one_name_here_and_the_same_one_back(case, names):
     if case.startswith("sampler_"):
-        assert len({sampler_ours(name) for name in names}) == len(names)
-        return
+        names = [f"model.vision_sampler_0.{name}" for name in names]  # the file holds one bare sampler
     linear, mean = "model.mm_projector.weight" in names, any("region_fea_adapter" in name for name in names)
     renamed = {ours(name): name for name in names}
     assert len(renamed) == len(names)
@@ -44,8 +43,6 @@ def test_wrapper_prefixes_are_dropped(prefix):
     assert ours(prefix + "model.vision_query") == "connector.queries"
 
 
-def test_names_that_meet_or_do_not_exist_are_refused():
-    with pytest.raises(ValueError, match="connector.queries"):
-        rename({"model.vision_query": 1, "module.model.vision_query": 2})
+def test_a_name_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="'connector.strange'"):
         original("connector.strange")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +114,53 @@ def test_a_misspelt_declaration_is_refused_and_its_correction_counts():
     namespace["In"].append(corrected)
     exec(corrected, namespace)
     assert begin(namespace, "finetune", also=("pictures",)).train.optimizer.warmup == 0.1
+
+
+def warm(*later: str) -> dict:
+    """A kernel in which the notebook ran once, and then these cells."""
+    namespace = space()
+    begin(namespace, "finetune", also=("pictures",))
+    for cell in ("from mmkit.notebook.parameters import begin\nrun = begin(globals())", *later):
+        namespace["In"].append(cell)
+        exec(cell.replace("%matplotlib inline", "").partition("\nrun =")[0], namespace)
+    return namespace
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        (CELL + "\nlrr = 1e-4", "'lrr'.*did you mean 'lr'"),
+        (CELL + "\nlearning_rate = 1e-4", "it is 'train.optimizer.lr' here"),
+        (CELL + "\nshare_imag = False", "'share_imag'.*did you mean 'share_image'"),  # a value that stands for "the preset's own"
+        (CELL + "\nwarmpu: float = 0.0", "did you mean 'warmup'"),
+        ("%matplotlib inline\n" + CELL + "\nlrr = 1e-4", "did you mean 'lr'"),
+        (re.sub(r"(?m)^(\w+): \w+", r"\1", CELL) + "\nlrr = 1", "did you mean 'lr'"),
+        (CELL + "\nimport os", "write one `name: type = literal"),
+        (CELL + "\nlr = lr * 2", "no literal"),
+    ],
+    ids=["added", "another program's", "false", "zero", "magic", "without types", "import", "computed"],
+)
+def test_a_wrong_name_in_an_edited_parameters_cell_is_seen_in_a_warm_kernel(cell, words):
+    with pytest.raises(ConfigError, match=words):
+        begin(warm(cell), "finetune", also=("pictures",))
+
+
+def test_names_of_other_cells_are_the_notebooks_own():
+    own = ("lrr = 1e-4\nwarmpu = 3", "rows = [1]\nk: int = len(rows)", "for step in rows:\n    pass", "def f(x: int = 3):\n    return x")
+    namespace = warm(*own)
+    assert begin(namespace, "finetune", also=("pictures",)).train.optimizer.lr == 4e-5
+
+
+def test_a_line_whose_type_was_deleted_still_counts():
+    namespace = warm(CELL.replace("lr: float = 0.0", "lr = 1e-4"))
+    assert begin(namespace, "finetune", also=("pictures",)).train.optimizer.lr == 1e-4
+
+
+def test_what_papermill_injected_does_not_outlive_a_newer_parameters_cell():
+    namespace = space("warmup = 0.5")
+    assert begin(namespace, "finetune", also=("pictures",)).train.optimizer.warmup == 0.5
+    namespace["In"].append(CELL)
+    assert begin(namespace, "finetune", also=("pictures",)).train.optimizer.warmup == 0.03
 
 
 def test_begin_before_the_parameters_cell_says_so():

@@ -1,12 +1,15 @@
 """Lines of metrics.jsonl: sums in fp32, whole lines, resumable, on any file system."""
 
 import json
+from pathlib import Path
 
 import fsspec
 import pytest
 import torch
 
+from mmkit.training.loop import train
 from mmkit.training.metrics import MetricsFile, environment, row_of, totals
+from tests.training.tiny_run import tiny_run
 
 
 def test_sums_are_added_and_readings_averaged_over_micro_batches_and_processes():
@@ -46,6 +49,41 @@ def test_a_line_is_on_the_disk_before_the_next_step(tmp_path):
     file.write({"step": 1})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
     file.close()
+
+
+def curve(folder) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_the_numbers_of_metrics_jsonl_also_after_a_resume_and_anew(tmp_path):
+    for last, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        file = MetricsFile(str(tmp_path), last_step=last, tensorboard=True)
+        for step in steps:
+            file.write({"step": step, "loss": step + last / 8, "lr": 0.5, "note": "text"})
+        file.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert curve(tmp_path) == {name: [(line["step"], line[name]) for line in lines] for name in ("loss", "lr")}
+    assert [line["loss"] for line in lines] == [1, 2, 3.25, 4.25]
+    file = MetricsFile(str(tmp_path), tensorboard=True)
+    file.write({"step": 1, "loss": 9.0})
+    file.close()
+    assert curve(tmp_path) == {"loss": [(1, 9.0)]}
+
+
+def test_a_run_with_tensorboard_shows_its_own_losses_and_one_without_writes_none(tmp_path):
+    run = tiny_run(tmp_path, steps=2, tensorboard=True)
+    train(run)
+    folder = Path(run.folder)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    shown = curve(folder)["loss"]
+    assert [step for step, _ in shown] == [1, 2] and [value for _, value in shown] == pytest.approx([line["loss"] for line in lines])
+    other = tiny_run(tmp_path, name="other", steps=1)
+    train(other)
+    assert not (Path(other.folder) / "tensorboard").exists()
 
 
 def test_environment_names_versions_and_hardware():

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mmkit.config import ConfigError, OptimizerConfig
-from mmkit.training.schedule import Plateau, Schedule, factor, sqrt_scaled
+from mmkit.training.schedule import Plateau, Schedule, factor
 
 
 def at(step, **settings):
@@ -103,9 +103,3 @@ def test_plateau_state_survives_a_resume_and_other_schedules_ignore_validation()
 
 def test_a_rewinds_factor_multiplies_every_rate():
     assert Schedule(OptimizerConfig(schedule="constant", warmup=0), 10, lr_factor=0.5).rates([{"base_lr": 1.0}], 0) == [0.5]
-
-
-def test_square_root_rule_of_the_batch():
-    assert sqrt_scaled(1e-3, 512, 128) == 2e-3
-    with pytest.raises(ValueError, match="must all be above 0"):
-        sqrt_scaled(1e-3, 0, 128)

@@ -6,12 +6,9 @@ Pure renaming: no tensor changes its shape. `ours` and `original` are inverse to
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import TypeVar
 
 from mmkit.errors import InputError
 
-Value = TypeVar("Value")
 
 # (original pattern, our pattern); {n} stands for a number, rules are tried in order and the first that matches counts
 _SAMPLER = (
@@ -91,21 +88,6 @@ def original(name: str, linear: bool = False, mean: bool = False) -> str:
         if (renamed := _swap(name, here, there)) is not None:
             return _sampler_part(renamed, 1, 0) if "layers" in there else renamed
     raise InputError(f"tensor {name!r} has no name in the published format")
-
-
-def sampler_ours(name: str) -> str:
-    """Our name inside one bare sampler (``layers.0.proj_in.weight`` and so on)."""
-    return _sampler_part(name, 0, 1)
-
-
-def rename(state: Mapping[str, Value], to=ours) -> dict[str, Value]:
-    """The same values under ``to`` of their names; ValueError where two meet."""
-    out: dict[str, Value] = {}
-    for name, value in state.items():
-        if to(name) in out:
-            raise InputError(f"two tensors would be named {to(name)!r}; the second is {name!r}")
-        out[to(name)] = value
-    return out
 
 
 def _sampler_part(name: str, there: int, here: int) -> str:

@@ -1,0 +1,73 @@
+"""Rules between settings, and of names that become folders: what no single field's type can say.
+
+`check` runs once, where a config is made (`mmkit.config`); what lies below relies on it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from mmkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mmkit.config import RunConfig, VlmConfig
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")  # a folder of its own on any disk and in any bucket
+READ_WITH: dict[str, dict[str, str]] = {  # a setting that only some runs read -> what these have beside it
+    "strategy": {"kind": "torch"}, "static_graph": {"kind": "torch", "strategy": "ddp"}, "zero_stage": {"kind": "deepspeed"},
+    "cooldown": {"schedule": "const-cooldown"}, "rewind_precision": {"action": "rewind"}, "rewind_lr_factor": {"action": "rewind"},
+}  # fmt: skip
+
+
+def check(run: RunConfig, source: str) -> None:
+    """ConfigError for a name that cannot be a folder, or a batch that its devices cannot share."""
+    check_name("name", run.name, source)
+    check_name("preset", run.preset, source)
+    if not run.root.strip():
+        raise ConfigError(f"root = {run.root!r} (from {source}): runs need a folder, as runs, or a URL, as gs://BUCKET/runs")
+    if run.resume.lower() in ("latest", "true", "false", "yes", "no", ""):
+        word = "never" if run.resume.lower() in ("false", "no") else "auto"
+        raise ConfigError(f"resume = {run.resume!r} (from {source}): write {word}; or step-N, epoch-N, a checkpoint's path")
+    if run.train.tensorboard and "://" in run.root:
+        raise ConfigError(
+            f"train.tensorboard with root = {run.root!r} (from {source}): TensorBoard's files are written to a disk only; metrics.jsonl, "
+            "which has the same numbers, goes to the bucket"
+        )
+    _ = run.accumulation if run.stage != "eval" else 1
+
+
+def check_name(setting: str, name: str, source: str) -> None:
+    """ConfigError for a name that would not be one folder: a run lies in ``root/preset/stage/name``."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"{setting} = {name!r} (from {source}): a name has letters a-z, digits, '.', '_' and '-', at most 100, "
+            "and begins with a letter, a digit or '_', as lr-1e-4; another place for runs is set by root"
+        )
+
+
+def check_vlm(model: VlmConfig) -> None:
+    """ValueError where the parts of a vision-language model do not fit together."""
+    sides = [encoder.side for encoder in model.encoders]
+    connector = model.connector
+    if connector.kind == "sva":
+        if connector.width % connector.heads:
+            raise ValueError(f"connector.width {connector.width} does not divide by heads {connector.heads}")
+        for query in (*connector.query_sides, model.grid_side):
+            if bad := [side for side in sides if side % query]:
+                raise ValueError(f"encoder side {bad[0]} does not divide by query side {query}; use a multiple of {query}")
+    elif len(set(sides)) > 1:
+        raise ValueError(f"connector {connector.kind!r} joins encoders on channels: their sides {sides} must be equal")
+    if model.samplers and connector.kind != "sva":
+        raise ValueError(f"samplers need connector.kind 'sva', not {connector.kind!r}")
+
+
+def check_read(run: RunConfig, paths: Iterable[tuple[str, ...]], source: str) -> None:
+    """ConfigError for a setting given by hand, by its path, that ``run`` does not read. What a preset brings along may lie idle."""
+    for *above, name in (path for path in paths if path[-1] in READ_WITH):
+        section, needs = functools.reduce(getattr, above, run), READ_WITH[name]
+        value, has = getattr(section, name), {key: getattr(section, key) for key in needs}
+        if has != needs and value != type(section).model_fields[name].default:
+            raise ConfigError(f"{'.'.join((*above, name))} = {value!r} (from {source}) is read with {needs} only, not {has}; leave it out")

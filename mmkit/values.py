@@ -1,0 +1,154 @@
+"""Text becomes a value here and nowhere else, and a value that does not fit is explained in plain words.
+
+The command line, papermill, a notebook's parameters and YAML files all hand over text. What a text may become is decided by the type of
+the setting it is for: a text stays a text, a free mapping (a model's ``architecture``) holds what YAML reads, and numbers and truth
+values are left to pydantic, which knows the field.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from mmkit.errors import ConfigError
+from mmkit.foreign_names import our_value, ours
+
+_NUMBER = ("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"))
+
+
+class Yaml(yaml.SafeLoader):
+    """YAML that takes 1e-4 for a number, as everybody writes it (YAML 1.1 wants 1.0e-4), and refuses a key that stands twice."""
+
+    yaml_implicit_resolvers = {
+        first: [_NUMBER, *yaml.SafeLoader.yaml_implicit_resolvers.get(first, [])] if first in "-+0123456789" else kinds
+        for first, kinds in (dict.fromkeys("-+0123456789", ()) | yaml.SafeLoader.yaml_implicit_resolvers).items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        """The mapping; an error where a key stands twice, of which YAML would silently keep the last."""
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands there twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str, source: str) -> Any:
+    """What ``text`` says in YAML; ConfigError names ``source``, and the line where there are several."""
+    try:
+        return yaml.load(text, Yaml)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" (line {mark.line + 1})" if mark and "\n" in text else ""
+        shown = "" if "\n" in text else f" {text!r}"
+        raise ConfigError(f"{source}{place}:{shown} is no YAML: {getattr(error, 'problem', None) or error}") from None
+
+
+def literal(text: str) -> Any:
+    """Text that spells a list, tuple, set or mapping, in Python's or YAML's way, as its value; any other text as it is."""
+    if not re.match(r"\s*[\[({]", text):
+        return text.strip()
+    with contextlib.suppress(ValueError, SyntaxError):
+        return ast.literal_eval(text.strip())
+    with contextlib.suppress(yaml.YAMLError):
+        return yaml.load(text, Yaml)  # noqa: S506 - a SafeLoader
+    return text
+
+
+def kinds_of(annotation: Any) -> list[Any]:
+    """The types an annotation allows: through unions and Annotated, but not into tuples and mappings."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [kind for part in typing.get_args(annotation) for kind in kinds_of(part)]
+    return kinds_of(typing.get_args(annotation)[0]) if typing.get_origin(annotation) is Annotated else [annotation]
+
+
+def parsed(value: Any, kinds: Sequence[Any], source: str) -> Any:
+    """``value``, where it is text, as one of ``kinds`` would have it; what pydantic converts by itself stays text."""
+    if not isinstance(value, str):
+        return value
+    if value.strip().lower() in ("none", "null") and (type(None) in kinds or Any in kinds):
+        return None
+    if Any in kinds:
+        return read_yaml(value, source)
+    return value if str in kinds else literal(value)
+
+
+# ---------------------------------------------------------------- what is wrong with a value
+
+
+def nearest(name: str, known: Iterable[Any]) -> str:
+    """A ``did you mean`` phrase, or an empty text where nothing is near."""
+    match = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def hint(name: str, known: Iterable[Any]) -> str:
+    """The end of a message about an unknown name: what another program's name is called here, else the nearest of ``known``."""
+    return ours(name) or nearest(name, known)
+
+
+def example(kinds: Sequence[Any], name: str = "") -> str:
+    """A value of one of ``kinds`` as a user writes it: ``[connector, samplers]``, ``{rank: 64}``."""
+    kind = next((kind for kind in kinds if kind is not type(None)), Any)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return str(arguments[0])
+    if origin in (tuple, list):
+        inner = kinds_of(arguments[0]) if arguments else [Any]
+        if typing.get_origin(inner[0]) is Literal:
+            return f"[{', '.join(map(str, typing.get_args(inner[0])[:2]))}]"
+        n = 1 if isinstance(inner[0], type) and issubclass(inner[0], BaseModel) else 2 if arguments[-1:] == (...,) else len(arguments)
+        return f"[{', '.join([example(inner, name)] * n)}]"
+    if origin is dict:
+        return f"{{{example(kinds_of(arguments[0]), 'key')}: {example(kinds_of(arguments[1]))}}}"
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        fields = {field: info for field, info in kind.model_fields.items() if info.is_required()} or dict([*kind.model_fields.items()][:1])
+        return f"{{{', '.join(f'{field}: {example(kinds_of(info.annotation), field)}' for field, info in fields.items())}}}"
+    return {int: "8", float: "0.5", bool: "true"}.get(kind, name.upper() or "VALUE")
+
+
+def explain(problem: dict[str, Any], kinds: Sequence[Any], name: str) -> str:
+    """One of pydantic's faults in plain words: what is wanted, and an example. ``kinds``: the types of the setting ``name``."""
+    about, context, given = problem["type"], problem.get("ctx", {}), problem["input"]
+    wanted = {
+        "bool": "true or false is wanted", "int": "a whole number is wanted, as 8", "float": "a number is wanted, as 0.5",
+        "decimal": "a number is wanted, as 0.5", "string": "a text is wanted; quote it, as 'x'", "missing": "is missing",
+        "tuple": f"a list is wanted, as {example(kinds, name)}", "list": f"a list is wanted, as {example(kinds, name)}",
+        "dict": f"a mapping is wanted, as {example(kinds, name)}", "model": f"a mapping of settings is wanted, as {example(kinds, name)}",
+        "union": f"a mapping with its kind is wanted: {context.get('discriminator', '')} is {context.get('expected_tags', 'missing')}",
+    }  # fmt: skip
+    if about == "literal_error":
+        allowed = context["expected"]
+        return f"is none of {allowed}{our_value(name, given) or nearest(given, re.findall('[a-zA-Z0-9_-]+', allowed.replace(' or ', ' ')))}"
+    if about in ("too_short", "too_long"):
+        least = "min_length" if about == "too_short" else "max_length"
+        return f"has {context['actual_length']} values, {'at least' if about == 'too_short' else 'at most'} {context[least]} are wanted"
+    words = problem["msg"].removeprefix("Value error, ").replace("Input should be ", "must be ")
+    return words if about == "value_error" or about.startswith(("greater", "less")) else wanted.get(about.split("_")[0], words)
+
+
+def checked(kind: type[BaseModel], values: dict[str, Any], source: str) -> Any:
+    """A Settings object of ``values``; ConfigError names the field at fault and the nearest right one."""
+    unknown = [name for name in values if name not in kind.model_fields]
+    if unknown:
+        raise ConfigError(
+            f"no option {unknown[0]!r} (from {source}){nearest(unknown[0], kind.model_fields)}; there are {', '.join(kind.model_fields)}"
+        )
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = str(problem["loc"][0]) if problem["loc"] else ""  # no field where two do not fit
+        kinds = kinds_of(kind.model_fields[name].annotation) if name else [kind]
+        field = f"{name} = {problem['input']!r} (from {source})" if name else source
+        raise ConfigError(f"{field}: {explain(problem, kinds, name)}") from None
