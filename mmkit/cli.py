@@ -1,6 +1,6 @@
 """The command line: the same functions as the notebooks.
 
-``mmkit doctor | settings | list | plan | data | train | eval | launch | convert | figures | notebook``. Parsing imports nothing heavy,
+``mmkit doctor | settings | list | plan | get | data | train | eval | launch | convert | figures | notebook``. Parsing imports nothing heavy,
 so ``--help`` is quick. A user's error is one message and exit code 2; everything else is a traceback and exit code 1.
 """
 
@@ -130,7 +130,11 @@ def _add_settings(commands: Any) -> None:
 
 
 def _add_plan(commands: Any) -> None:
-    parser = _command(commands, "plan", _plan, "Memory, time and cost of a run, before a byte is downloaded.")
+    parser = _command(commands, "get", _get, "Fetch weights and data a model misses here; without --stage for pretrain and finetune.")
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
+    parser.add_argument("--only", choices=("weights", "data"), help="fetch these alone")
+    _add_run_options(parser)
+    parser = _command(commands, "plan", _plan, "Memory, time, cost and disk of a run, and what is missing, before a byte is downloaded.")
     _add_run_options(parser)
     parser.add_argument("--device", metavar="NAME", help="plan for this accelerator, as a100-80gb or tpu-v4 (default: this machine)")
     parser.add_argument("--devices", type=int, metavar="N", help="how many of them share the run")
@@ -288,8 +292,20 @@ def _list(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from mmkit.launch.preflight import plan_of
+    from mmkit.launch.requirements import beside
 
-    print(plan_of(run_of(options), device=options.device, devices=options.devices, samples=options.samples, price=options.price))
+    named = {name: getattr(options, name) for name in ("device", "devices", "samples", "price")}
+    plan = plan_of(run_of(options), **named)
+    print(f"{plan}\n\n{beside(plan)}")
+    return 0
+
+
+def _get(options: argparse.Namespace) -> int:
+    from mmkit.launch.requirements import get
+
+    stages = [options.stage] if options.stage or options.config else ["pretrain", "finetune"]
+    runs = [run_of(argparse.Namespace(**{**vars(options), "stage": stage})) for stage in stages]
+    get(runs, options.only, options.dry_run)
     return 0
 
 
@@ -297,7 +313,6 @@ def _train(options: argparse.Namespace) -> int:
     from mmkit.launch.launch import is_worker, launch
     from mmkit.launch.preflight import preflight
     from mmkit.notebook.progress import Progress
-    from mmkit.notebook.tables import text
 
     run = run_of(options)
     if is_worker():
@@ -307,8 +322,7 @@ def _train(options: argparse.Namespace) -> int:
     if run.dry_run:
         print(report)
         return 0
-    if report.adapters:
-        print(f"adapters\n{text(report.adapters)}")
+    print(report.at_start(), end="")
     with Progress(report.steps, live=False) as progress:
         result = launch(run, on_log=progress)
     print(result)

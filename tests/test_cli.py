@@ -20,7 +20,7 @@ from mmkit.listing import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ["", "doctor", "plan", "data", "data demo", "data check", "data shards", "train", "eval", "launch", "convert"]
-COMMANDS += ["settings", "list", "figures", "notebook", "notebook run", "notebook demo"]
+COMMANDS += ["settings", "list", "get", "figures", "notebook", "notebook run", "notebook demo"]
 HEAVY = (
     "import sys; from mmkit import cli; cli.build_parser(); print([m for m in ('torch', 'transformers', 'IPython') if m in sys.modules])"
 )
@@ -111,6 +111,7 @@ def test_without_a_command_the_help_is_shown_and_the_code_is_2(capsys):
         (["train", "--model", "8b-debug", "--backend", "zero4"], "did you mean 'zero"),
         (["train", "--model", "8b-debug", "--config", "x.yaml"], "leave out --model"),
         (["plan", "--model", "8b-debug", "--device", "a100"], "did you mean 'a100-"),
+        (["get", "13c"], "did you mean '13b'"),
         (["figures", "cambrian_benchmark"], "did you mean 'cambrian_benchmarks'"),
         (["notebook", "run", "03_finetun"], "03_finetune.ipynb"),
         (["notebook", "run", "03_finetune", "-p", "lrr", "1e-4"], "did you mean 'lr'"),

@@ -1,4 +1,4 @@
-"""Before anything starts: does the run fit this machine, what would it build, and is its data in order.
+"""Before anything starts: does the run fit this machine and its disk, what would it build, what is missing, and is its data in order.
 
 The model is built on the meta device, full-sized and without a byte of weights, its parameters are counted, and the plan is made.
 """
@@ -21,6 +21,7 @@ from mmkit.sharding.plan import Machine, Part, Plan, accelerator, count_parts, m
 if TYPE_CHECKING:
     from mmkit.data.check import Report
     from mmkit.data.conversation import Formatter
+    from mmkit.launch.requirements import Requirement
 
 TRAINING, VALIDATION = "training", "validation"
 CPU_FLOPS = 5e10  # a core's rate in fp32 matrix products; half precision is slower or faster with the processor
@@ -35,6 +36,8 @@ class Preflight:
     sources: tuple[dict[str, Any], ...] = ()  # one row a data source
     adapters: tuple[dict[str, Any], ...] = ()  # one row a kind of layer that gets an adapter
     shapes: tuple[dict[str, Any], ...] = ()  # of a dry run: what one micro-batch looks like on its way through the model
+    missing: tuple[Requirement, ...] = ()  # weights and data that are not here
+    disk: tuple[dict[str, Any], ...] = ()  # one row a thing that the run writes or fetches
 
     @property
     def steps(self) -> int:
@@ -47,7 +50,16 @@ class Preflight:
 
     def _tables(self) -> list[tuple[str, list[dict[str, Any]]]]:
         found = {"parameters and memory of one device": self.rows(), "adapters": self.adapters, "data": self.sources, "shapes": self.shapes}
+        found |= {"missing here": [need.row() for need in self.missing], "disk": self.disk}
         return [(caption, list(rows)) for caption, rows in found.items() if rows]
+
+    def at_start(self) -> str:
+        """What is worth saying as training begins: what is missing (weights come from the hub now), and the adapters."""
+        from mmkit.launch.requirements import told
+        from mmkit.notebook.tables import text
+
+        tables = (told(self.missing), self.adapters and f"adapters\n{text(self.adapters)}")
+        return "".join(f"{table}\n" for table in tables if table)
 
     def _repr_html_(self) -> str:
         from mmkit.notebook.tables import html
@@ -64,9 +76,11 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     """Counts the model of ``run``, plans it, looks at its data, and raises TooLargeError where it cannot run here.
 
     ConfigError for what training itself would refuse: settings that cannot work together, names of what the model lacks, a schedule or best
-    checkpoint that watches what is not measured, held-out data that are trained on.
+    checkpoint that watches what is not measured, held-out data that are trained on, a disk that cannot hold two checkpoints.
     A dry run is never too large: it is meant for looking at a model on a machine that cannot hold it. Nothing is downloaded.
     """
+    from mmkit.launch.disk import check_disk, disk_rows
+    from mmkit.launch.requirements import missing, told
     from mmkit.training import assemble, validation, weights
 
     trains = run.stage != "eval"
@@ -78,9 +92,17 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     plan = make_plan(run, count(run, module), machine or this_machine(run.devices))
     if not run.dry_run:
         plan.check()
-    sources, samples = data_rows(run)
+    needs = missing(run)
+    try:
+        sources, samples = data_rows(run)
+    except ConfigError as error:  # the first fault of one source; with what else is missing the user comes back once
+        absent = told([need for need in needs if need.kind == "data"]) and told(needs)
+        raise ConfigError("\n".join(filter(None, (str(error), absent)))) from None
+    plan = dataclasses.replace(plan, samples=samples)
+    if not run.dry_run:
+        check_disk(plan)
     shapes = check_shapes(run, module) if run.dry_run and run.model.kind == "vlm" else ()
-    return Preflight(run, dataclasses.replace(plan, samples=samples), tuple(sources), tuple(adapters), tuple(shapes))
+    return Preflight(run, plan, tuple(sources), tuple(adapters), tuple(shapes), needs, tuple(disk_rows(plan, needs)))
 
 
 def plan_of(

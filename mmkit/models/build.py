@@ -133,7 +133,7 @@ def _tokenizer_from(source: str) -> PreTrainedTokenizerBase:
         raise ConfigError("language.source 'random' brings no tokenizer; set language.tokenizer, e.g. to 'bytes'")
     if source == "bytes":
         return packs.byte_tokenizer()
-    path = pack_folder(source) or files.locate(source)
+    path = pack_folder(source) or files.locate(source, weights=False)
     try:
         out = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:

@@ -254,7 +254,7 @@ def load_weights(model: ClipModel, weights: str) -> None:
                 f"model.weights {weights!r} was trained with quick_gelu={there}, model {config.name!r} has quick_gelu={here}; "
                 f"use the -quickgelu variant of the name or set architecture.quick_gelu"
             )
-        path = Path(_download(tag, weights))
+        path = Path(download(tag, weights))
     else:
         path = files.locate(weights)
     openclip.load(model, path)
@@ -266,7 +266,8 @@ def _tag(config: ClipConfig) -> dict[str, Any]:
     return open_clip.get_pretrained_cfg(config.name, config.weights) if config.weights and not Path(config.weights).exists() else {}
 
 
-def _download(tag: dict[str, Any], weights: str) -> str:
+def download(tag: dict[str, Any], weights: str) -> str:
+    """File of an open_clip ``tag``, from its cache or downloaded; InputError naming ``weights`` where neither works."""
     import open_clip
 
     try:

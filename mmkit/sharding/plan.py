@@ -114,7 +114,9 @@ def count_parts(module: Any, components: Sequence[tuple[str, str]], train: Train
             component = _component(name, components)
             row = tables.setdefault(component, {"parameters": 0, "trained": 0, "adapters": 0, "linear": 0})
             row["parameters"] += parameter.numel()
-            row["trained"] += parameter.numel() if component in train.trainable else 0
+            # a tower that is locked is built frozen and stays so; encoders are too, and are opened where they are named
+            opened = parameter.requires_grad or component == "encoders"
+            row["trained"] += parameter.numel() if component in train.trainable and opened else 0
             if linear and key == "weight" and id(parameter) not in head:
                 row["linear"] += parameter.numel()
                 row["adapters"] += _adapter(name.removesuffix(".weight"), component, parameter.shape, train)

@@ -6,8 +6,10 @@ Files are mapped, and mapped again every `REMAP_BYTES` so that pages already rea
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -21,36 +23,77 @@ from mmkit.storage import fetched, is_remote
 REMAP_BYTES = 64 << 20
 SHARD_BYTES = 4 << 30
 PICKLED = (".bin", ".pt", ".pth")
+HUB_SMALL = ("*.json", "*.model", "*.txt", "*.jinja")  # of a hub repository: configs and tokenizer
+SHARD = re.compile(r"-\d{5}-of-(\d{5})\.")  # model-00001-of-00004.safetensors
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "trainer_state")
 
 
-def locate(source: str) -> Path:
+def locate(source: str, weights: bool = True) -> Path:
     """Local path of ``source``: a file or folder as it is, a copy of one behind a URL, else a hub repository from the hub cache,
-    downloaded where it is missing."""
+    downloaded where it is missing; without ``weights`` only its configs and tokenizer."""
     if is_remote(source):
         return fetched(source)
     path = Path(source).expanduser()
     if path.exists():
         return path
-    if source.count("/") != 1 or source.startswith((".", "/", "~")):
+    if not is_repository(source):
         raise InputError(f"no file or folder {source!r}, and it is not a hub repository (owner/name)")
-    return _from_hub(source)
+    return snapshot(source, weights)
 
 
-def _from_hub(repository: str) -> Path:
+def is_repository(source: str) -> bool:
+    """Whether ``source`` has the form of a hub repository's name, owner/name."""
+    return source.count("/") == 1 and not source.startswith((".", "/", "~")) and not is_remote(source)
+
+
+def snapshot(repository: str, weights: bool = True, local: bool = False) -> Path:
+    """Folder in the hub cache with what is read here of a repository: configs and tokenizer, and with ``weights`` its safetensors, or
+    its pickled files where it has none; no code. Downloaded where it is missing, unless ``local``.
+
+    Cache folder, mirror, offline mode and token are huggingface_hub's own (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN): nothing of
+    them is read, kept or shown here. InputError says what a refusal means and what to do.
+    """
     from huggingface_hub import snapshot_download
 
-    small = ["*.json", "*.model", "*.txt", "*.jinja"]
+    patterns = [*HUB_SMALL, "*.safetensors"] if weights else list(HUB_SMALL)
     try:
-        folder = Path(snapshot_download(repository, allow_patterns=[*small, "*.safetensors"]))
-        if not list(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(repository, allow_patterns=[*small, "*.bin", "*.pt", "*.pth"]))
+        folder = Path(snapshot_download(repository, allow_patterns=patterns, local_files_only=local))
+        if weights and not list(folder.glob("*.safetensors")):
+            patterns = [*HUB_SMALL, *(f"*{end}" for end in PICKLED)]
+            folder = Path(snapshot_download(repository, allow_patterns=patterns, local_files_only=local))
     except Exception as error:  # the hub client raises a dozen unrelated classes; the cause is kept
-        raise InputError(
-            f"hub repository {repository!r} is neither in the hub cache nor reachable ({type(error).__name__}); "
-            "download it where there is a network and give the folder as weights"
-        ) from error
+        raise InputError(hub_problem(repository, error)) from error
     return folder
+
+
+def hub_problem(repository: str, error: BaseException, kind: str = "model") -> str:
+    """What an error of the hub client means for ``repository`` (of ``kind`` model or dataset), and what to do."""
+    from huggingface_hub import constants, errors, get_token
+
+    page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{repository}"
+    what, token = f"hub repository {repository!r}", "the token that was sent may not read it" if get_token() else "no token was sent"
+    causes = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    status = next((one.response.status_code for one in causes if getattr(one, "response", None) is not None), None)
+    log_in = f"log in with `hf auth login` or set HF_TOKEN ({token})"
+    if any(isinstance(one, errors.GatedRepoError) for one in causes):
+        return f"{what} is gated: accept its licence on {page}, then {log_in}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"{what} is not at {page} (HTTP {status}), or it is private: check the name, or {log_in}"
+    if status in (401, 403):
+        return f"{what}: {page} answered HTTP {status}; {log_in}"
+    if isinstance(error, errors.EntryNotFoundError) and status == 404:
+        return f"{what} no longer has a file that was asked for (HTTP 404); look at {page}"
+    if any(isinstance(one, OSError) and one.errno == errno.ENOSPC for one in causes):
+        return f"{what}: no space is left below {constants.HF_HUB_CACHE}; free some, or set HF_HOME to a larger disk"
+    if "onsistency check failed" in str(error):
+        said = str(error).splitlines()[0]
+        return f"{what}: a file came in another size than the hub names ({said}); nothing of it is kept: run the same command again"
+    return (
+        f"hub repository {repository!r} is neither in the hub cache nor reachable ({type(error).__name__}); "
+        f"download it where there is a network and {'put it where the run reads it' if kind == 'dataset' else 'give the folder as weights'}"
+    )
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -64,6 +107,9 @@ def weight_files(path: Path) -> list[Path]:
             return _indexed(index)
     found = sorted(path.glob("*.safetensors")) or sorted(p for p in path.iterdir() if p.suffix in PICKLED)
     found = [file for file in found if not file.name.startswith(NOT_WEIGHTS)]
+    counts = {int(mark[1]) for file in found if (mark := SHARD.search(file.name))}
+    if counts and len(found) < max(counts):  # a download that was cut short before the index came
+        raise InputError(f"{path} holds {len(found)} of the {max(counts)} numbered weight files that their names count")
     if not found:
         raise InputError(f"no weight files (*.safetensors, {', '.join('*' + end for end in PICKLED)}) in {path}")
     return found
