@@ -119,8 +119,8 @@ def plan_of(
     samples: int | None = None,
     price: float | None = None,
 ) -> Plan:
-    """The plan of a run on ``machine``, on named accelerators, or (neither given) on this machine. ConfigError for a stage that the
-    preset does not have, or names of what the model lacks. Data that is not here yet is not made."""
+    """The plan of a run on ``machine``, on named accelerators, or (neither given) on this machine. Data that is not here
+    yet is not made. ConfigError for a stage that the preset does not have, or names of what the model lacks."""
     check_stage(run)
     if machine is None:
         machine = accelerator(device, devices or 1, price) if device else this_machine(devices or run.devices)
@@ -164,7 +164,8 @@ def count(run: RunConfig, module: Any = None) -> tuple[Part, ...]:
         return count_parts(module, components)
     locks = run.model.kind == "clip"  # a locked tower stays locked
     named = list(module.named_parameters(remove_duplicate=False))
-    trained = {name for name, p in named if component_of(name, components) in train.trainable and (p.requires_grad or not locks)}
+    trained = {name for name, p in named if p.requires_grad or not locks}
+    trained = {name for name in trained if component_of(name, components) in train.trainable}
     layers: list[str] = []
     if train.lora:
         layers = adapters.targets_of(module, train.lora, components, getattr(module, "head", None))
@@ -174,8 +175,8 @@ def count(run: RunConfig, module: Any = None) -> tuple[Part, ...]:
 
 
 def overview(models: Sequence[str], stage: str) -> list[dict[str, Any]]:
-    """One row a preset: its size, what one device needs at ``stage`` (or the last it trains in, where it has no such stage), and
-    whether this machine has it."""
+    """One row a preset: its size, what one device needs at ``stage`` (or the last it trains in, where it has no such
+    stage), and whether this machine has it."""
     rows = []
     for name in dict.fromkeys(models):
         has = stages_of(name)
@@ -267,8 +268,9 @@ print("RATE", 2 * size**3 * products / (time.perf_counter() - start))
 
 @functools.cache
 def matmul_rate(precision: str, seconds: float = 2.0) -> float:
-    """Operations a second of a square matrix product in ``precision``, tried for two seconds once in the life of this process; 0 where
-    it cannot be tried. A process of its own does it: the accelerator stays free for training, and no setting of this process changes.
+    """Operations a second of a square matrix product in ``precision``, tried for two seconds once in the life of this
+    process; 0 where it cannot be tried. A process of its own does it: the accelerator stays free for training, and no
+    setting of this process changes.
     """
     command = [sys.executable, "-c", MATMUL, precision, str(seconds)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -328,24 +330,27 @@ def _data_is_here(run: RunConfig) -> bool:
     from mmkit.data.demo import pack_folder
 
     def here(source: SourceConfig) -> bool:
-        return (pack_folder(source.path) / "record.json").is_file() if source.format == "pack" else Path(source.path).exists()
+        packed = source.format == "pack"
+        return ((pack_folder(source.path) / "record.json") if packed else Path(source.path)).exists()
 
     return bool(run.data.sources) and all(here(source) for source in run.data.sources)
 
 
 def row_of(run: RunConfig) -> Row | None:
-    """What a row of a vision-language run holds, as training would lay out the first conversations of its data (`ConversationPlan`).
-    None for contrastive runs, and where the data or its tokenizer is not here or nothing of it can be used."""
+    """What a row of a vision-language run holds, as training would lay out the first conversations of its data
+    (`ConversationPlan`). None for contrastive runs, and where data or tokenizer are not here or of no use."""
     from mmkit.data.loader import loader
     from mmkit.models.build import tokenizer
 
     train = run.train
     if run.model.kind != "vlm" or not run.data.sources:
         return None
+    together = train.device_batch * run.devices  # rows that share a static shape
     try:
-        with loader(run.data, run.model, tokenizer(run.model), (), train=True, seed=run.seed, device_batch=train.global_batch) as made:
+        words, options = tokenizer(run.model), {"train": True, "seed": run.seed, "device_batch": train.global_batch}
+        with loader(run.data, run.model, words, (), **options) as made:
             rows = made.plan.rows(0, 0)
-            blocks = [rows[start : start + train.device_batch * run.devices] for start in range(0, len(rows), train.device_batch * run.devices)]
+            blocks = [rows[start : start + together] for start in range(0, len(rows), together)]
             lengths = [made.plan.shape(block).tokens * len(block) for block in blocks]
             samples = sum(map(made.plan.n_samples, rows))
     except (OSError, ValueError):  # told where the data is looked at

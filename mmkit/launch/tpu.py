@@ -101,7 +101,7 @@ def pack(target: TpuConfig, folder: Path) -> Path:
     listed = subprocess.run(ask, capture_output=True, check=False)
     if listed.returncode:
         told = listed.stderr.decode(errors="replace").strip()
-        raise ConfigError(f"{root} is no git checkout, so what to copy is not known: {told}; clone the kit, or install its wheel")
+        raise ConfigError(f"{root} is no git checkout, so what to copy is not known ({told}); clone the kit, or install its wheel")
     names = sorted({name for name in os.fsdecode(listed.stdout).split("\0") if name})
     archive = folder / "mmkit.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
@@ -174,7 +174,9 @@ def start(run: RunConfig, target: TpuConfig, show: bool = False) -> int:
     """
     spread = for_slice(run, target)
     if not show and not shutil.which("gcloud"):
-        raise ConfigError("gcloud is not on PATH; install the Google Cloud CLI and `gcloud auth login`, or use --show to see the commands")
+        raise ConfigError(
+            "gcloud is not on PATH; install the Google Cloud CLI and `gcloud auth login`, or use --show to see the commands"
+        )
     with tempfile.TemporaryDirectory(prefix="mmkit-tpu-") as folder:
         config = Path(folder) / "run.yaml"
         config.write_text(to_yaml(spread), encoding="utf8")

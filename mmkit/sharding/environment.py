@@ -45,12 +45,13 @@ class ProcessEnvironment:
 def started_by(env: Mapping[str, str]) -> tuple[str, int]:
     """(who started this process, how many it started): ``torchrun``, ``SLURM`` (a step of srun), else ``""`` and 1.
 
-    Torchrun's count is 0 where WORLD_SIZE is missing beside RANK, and 1 without a RANK: a kernel or a library left the others behind.
-    A batch script is no step of srun: SLURM_PROCID and SLURM_NTASKS are there, but its tasks are not started yet.
+    Torchrun's count is 0 where WORLD_SIZE is missing beside RANK, and 1 without a RANK: a kernel or a library left the
+    others behind. A batch script is no step of srun: it has SLURM_PROCID and SLURM_NTASKS, but its tasks are not started yet.
     """
     env = {name: value.strip() for name, value in env.items() if value.strip()}
     if any(name in env for name in TORCHRUN[:3]):
-        return "torchrun", _number(env, "WORLD_SIZE", 0) if "RANK" in env else 1
+        own = env.get("RANK")
+        return "torchrun", _number(env, "WORLD_SIZE", 0) if own else 1
     tasks = _number(env, "SLURM_STEP_NUM_TASKS", 1) if "SLURM_PROCID" in env else 1
     return ("SLURM", tasks) if tasks != 1 else ("", 1)
 

@@ -20,8 +20,9 @@ from mmkit.config import ConfigError, LoraConfig, RunConfig, nearest
 GIB = 2**30
 ADAM_BYTES = {"adamw": 8.0, "adamw_8bit": 2.04}  # both moments of a parameter; 8-bit keeps one fp32 scale a block of 256
 QUANTISED_BYTES = {4: 0.5 + (1 + 4 / 256) / 64, 8: 1.0 + 4 / 4096, 16: 2.0}  # nf4 with double quantisation; int8 with a scale a row
-# Fraction of an A100's peak that whole published runs reached, with data loading, links and kernel launches in it, and whose. Operations
-# are counted as in `Plan.operations`, recomputation included; tests/sharding/test_plan.py works each out again from the published rate.
+# Fraction of an A100's peak that whole published runs reached, with data loading, links and kernel launches in it, and whose.
+# Operations are counted as in `Plan.operations`, recomputation included. tests/sharding/test_plan.py works each out again from
+# the published rate; a run it was not taken from (ViT-L/14 on LAION-400M, 127 h) then comes within a quarter.
 FRACTIONS: dict[tuple[str, str], tuple[float, str]] = {
     ("clip", "tf32"): (0.315, "ViT-L/14 on 384 A100 40GB, 27,862 samples/s (LAION large-openclip)"),
     ("clip", "bf16"): (0.21, "ViT-H/14 and g/14 on 800 A100 40GB, 42 and 31 samples/s each (LAION large-openclip)"),
@@ -65,11 +66,12 @@ class Machine:
     name: str
     devices: int
     memory: int
-    peak: Mapping[str, float] = dataclasses.field(default_factory=dict)  # precision -> operations a second, from the maker's data sheet
+    # precision -> operations a second, from the maker's data sheet; empty where a product is measured
+    peak: Mapping[str, float] = dataclasses.field(default_factory=dict)
     shared: bool = False  # the devices share one memory, as processes on a CPU do
     price: float | None = None  # USD of one device for one hour
     calibrated: bool = False  # `FRACTIONS` were reached on it
-    measured: Callable[[str], float] | None = None  # precision -> operations a second of a matrix product, where it can be tried
+    measured: Callable[[str], float] | None = None  # precision -> operations a second of a matrix product tried here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +136,8 @@ def count_parts(
     adapted: Collection[str] = (),
     lora: LoraConfig | None = None,
 ) -> tuple[Part, ...]:
-    """The parameters of a module (on any device, also meta) by component; ``trained`` names those that train whole, ``adapted`` the
-    linear layers that get an adapter of ``lora`` (`training.adapters.targets_of`)."""
+    """The parameters of a module (on any device, also meta) by component; ``trained`` names those that train whole,
+    ``adapted`` the linear layers that get an adapter of ``lora`` (`training.adapters.targets_of`)."""
     head = {id(p) for p in _head(module)}
     tables: dict[str, dict[str, int]] = {}
     seen: set[int] = set()
@@ -346,7 +348,8 @@ class Plan:
     def operations(self) -> float:
         """Operations of one step on all devices, recomputation included; of attention only the products with weights.
 
-        A weight that multiplies costs two a position forward, two for the gradient that flows on, two for its own where it is trained.
+        A weight that multiplies costs two a position forward, two for the gradient that flows on, two for its own where
+        it is trained.
         """
         run, total = self.run, 0.0
         for part in self.parts:
@@ -369,7 +372,8 @@ class Plan:
             found = machine.measured(precision)
             if not found:
                 return 0.0, f"a matrix product in {precision} could not be tried here"
-            return HERE_FRACTION * found, f"{HERE_FRACTION:.0%} of the {found / 1e9:,.0f} GFLOP/s of a {precision} product measured here"
+            told = f"{HERE_FRACTION:.0%} of the {found / 1e9:,.0f} GFLOP/s of a {precision} product measured here"
+            return HERE_FRACTION * found, told
         kind, asked = self.run.model.kind, precision
         while (kind, asked) not in FRACTIONS:
             asked = OTHERS[asked]

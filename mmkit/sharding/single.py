@@ -272,8 +272,8 @@ def _refuse_running_statistics(block: nn.Module) -> None:
     norms = (part for part in block.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.track_running_stats)
     if any(p.requires_grad for norm in norms for p in norm.parameters()):
         raise ConfigError(
-            f"train.checkpoint_blocks = True: a trained {type(block).__name__} has batch norms, whose running statistics a recomputed "
-            "forward would update twice; set checkpoint_blocks false, or freeze that tower"
+            f"train.checkpoint_blocks = True: a trained {type(block).__name__} has batch norms, whose running statistics a "
+            "recomputed forward would update twice; set checkpoint_blocks false, or freeze that tower"
         )
 
 

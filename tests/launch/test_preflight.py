@@ -141,8 +141,8 @@ def test_a_stage_that_a_preset_lacks_is_refused_by_name_everywhere(capsys):
     for ask in (plan_of, preflight):
         with pytest.raises(ConfigError, match=message):
             ask(load("clip-tiny", "finetune", {"dry_run": True}))
-    for command in ("plan", "train"):
-        assert main([command, "--model", "clip-tiny", "--stage", "finetune"]) == 2
+    for command in (["plan"], ["train"], ["launch", "--slurm", "--dry-run"]):
+        assert main([*command, "--model", "clip-tiny", "--stage", "finetune"]) == 2
         assert message in capsys.readouterr().err
     assert plan_of(load("clip-tiny", "eval"), machine=LAPTOP).fits
 
