@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from mmkit.config import STAGES, ConfigError, DataConfig, RunConfig, SourceConfig, _preset_tree, load, presets
+from mmkit.config import STAGES, ConfigError, DataConfig, RunConfig, SourceConfig, load
+from mmkit.presets import preset_tree, presets
 from mmkit.sharding.plan import Machine, Part, Plan, Row, accelerator, count_parts, make_plan, size
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def _spelt_out(run: RunConfig) -> RunConfig:
 
 def stages_of(preset: str) -> tuple[str, ...]:
     """The stages that a preset or one of its bases describes; all of them for a name that is no preset of this installation."""
-    return tuple(_preset_tree(preset).get("stages", {})) if preset in presets() else STAGES
+    return tuple(preset_tree(preset).get("stages") or {}) if preset in presets() else STAGES
 
 
 def check_stage(run: RunConfig) -> None:
