@@ -335,8 +335,10 @@ class RunConfig(Settings):
         """Micro-batches of one step; error where the three numbers do not fit."""
         batch, one_pass = self.train.global_batch, self.train.device_batch * self.devices
         if batch % one_pass:
-            product, lower = f"device_batch {self.train.device_batch} x {self.devices} devices", max(batch // one_pass, 1) * one_pass
-            raise ConfigError(f"global_batch {batch} does not divide by {product} = {one_pass}; use {lower} or {lower + one_pass}")
+            lower, own = max(batch // one_pass, 1) * one_pass, self.train.device_batch
+            fits = sorted((n for n in range(1, batch + 1) if batch % (n * self.devices) == 0), key=lambda n: abs(n - own))[:2]
+            told = f"device_batch {own} x {self.devices} devices = {one_pass}; use {lower} or {lower + one_pass}"
+            raise ConfigError(f"global_batch {batch} does not divide by {told}{''.join(f', or device_batch {n}' for n in fits)}")
         return batch // one_pass
 
     @property

@@ -185,11 +185,11 @@ def _data_tools() -> Iterator[Finding]:
 
 
 def _threads() -> Iterator[Finding]:
-    policy = os.environ.get("OMP_WAIT_POLICY", "")
+    policy = os.environ["OMP_WAIT_POLICY"]  # the package sets it where the user has not
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
-    busy = load > cores + 0.5 and not policy
-    remedy = "other work runs here: export OMP_WAIT_POLICY=PASSIVE before starting Python (2-4 times faster then)" if busy else ""
-    yield Finding("threads", NOTE if busy else OK, f"OMP_WAIT_POLICY={policy or 'default'}, load {load:.1f} on {cores} cores", remedy)
+    busy = load > cores + 0.5 and policy.upper() != "PASSIVE"
+    remedy = "other work runs here: unset OMP_WAIT_POLICY before starting Python, so that threads wait without spinning" if busy else ""
+    yield Finding("threads", NOTE if busy else OK, f"OMP_WAIT_POLICY={policy}, load {load:.1f} on {cores} cores", remedy)
 
 
 def _jupyter() -> Iterator[Finding]:

@@ -205,6 +205,14 @@ def test_settings_that_do_not_fit_together_are_refused():
         load("8b", "pretrain", {"width": 1000})
 
 
+def test_a_batch_that_does_not_divide_names_batches_and_device_batches_that_do():
+    wrong = {"global_batch": 128, "device_batch": 256}
+    with pytest.raises(ConfigError, match="use 256 or 512, or device_batch 128, or device_batch 64"):
+        load("clip-tiny", "pretrain", wrong)
+    for fits in ({"global_batch": 256}, {"device_batch": 128}, {"device_batch": 64}):
+        assert load("clip-tiny", "pretrain", wrong | fits).accumulation >= 1
+
+
 def test_a_config_cannot_be_changed_and_a_change_makes_a_new_one():
     run = load("13b", "finetune")
     with pytest.raises(Exception, match="frozen"):

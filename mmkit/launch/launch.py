@@ -9,6 +9,7 @@ Clusters are not started from here: see `slurm.py` and `tpu.py`.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
 import logging
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,9 +33,9 @@ from mmkit.storage import Store
 from mmkit.training.interrupt import Interrupt
 
 Record = dict[str, Any]
-WORKER = "MMKIT_WORKER"  # set in a child: train here, start nothing
+WORKER = "MMKIT_WORKER"  # set in a child: train here, start nothing; the process id of whoever watches it, 1 where nobody does
+ORPHAN_GRACE = 60.0  # seconds that a training process has for its last checkpoint once its launcher is gone
 ERROR_PREFIX = "mmkit: error: "  # how the command line prints a user's error
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # a child gets its own
 POLL = 0.5  # seconds between looks at metrics.jsonl
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ def launch(run: RunConfig, on_log: Callable[[Record], None] | None = None) -> La
         return _left_by(run, started, stopped=False)
     command = child_command(run)
     if command is None:
+        end_with(int(os.environ.get(WORKER, "1")))
         stopped = _train_here(run, on_log)
     else:
         _refuse_held_devices(run)
@@ -95,11 +98,12 @@ def launch(run: RunConfig, on_log: Callable[[Record], None] | None = None) -> La
 def is_worker() -> bool:
     """Whether this process was itself started by `launch`, torchrun or srun and so trains in place.
 
-    A kernel in which one DeepSpeed process ran has torchrun's variables too, with a world of 1: that is no worker.
+    A kernel in which one DeepSpeed process ran has torchrun's variables too, with a world of 1: that is no worker. Nor is a batch
+    script of SLURM (`started_by`).
     """
-    by_torchrun = bool(os.environ.get("RANK")) and os.environ.get("WORLD_SIZE") != "1"
-    by_slurm = "SLURM_PROCID" in os.environ and os.environ.get("SLURM_NTASKS", "1") != "1"
-    return WORKER in os.environ or by_torchrun or by_slurm
+    from mmkit.sharding.environment import started_by
+
+    return WORKER in os.environ or started_by(os.environ)[1] != 1
 
 
 def child_command(run: RunConfig) -> list[str] | None:
@@ -198,11 +202,13 @@ def evaluation_of(run: RunConfig) -> Callable | None:
 
 def _watch_child(run: RunConfig, command: list[str], on_log: Callable[[Record], None] | None) -> bool:
     """Starts the child, passes its metrics on, and returns whether an interrupt stopped it."""
+    from mmkit.sharding.environment import TORCHRUN
+
     folder = Path(tempfile.mkdtemp(prefix="mmkit-launch-"))
     config, output = folder / "config.yaml", folder / "output.log"
     config.write_text(to_yaml(run), encoding="utf8")
-    inherited = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
-    environment = inherited | child_environment(run) | {WORKER: "1", "PYTHONUNBUFFERED": "1"}
+    inherited = {name: value for name, value in os.environ.items() if name not in TORCHRUN}  # a child gets its own
+    environment = inherited | child_environment(run) | {WORKER: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     metrics = follow(f"{run.folder}/metrics.jsonl", from_end=True)
     with output.open("wb") as sink:
         child = subprocess.Popen(  # its own session, so that an interrupt of the kernel reaches it only through us
@@ -276,6 +282,28 @@ def end_tree(pid: int) -> None:
             process.terminate()
     for process in psutil.wait_procs(tree, timeout=15)[1]:
         process.kill()
+
+
+def end_with(launcher: int) -> threading.Thread | None:
+    """Ends this training process when process ``launcher`` has: by SIGTERM, which saves a checkpoint, then after a minute by SIGKILL.
+
+    A kernel killed with -9 cannot end its children, and they are no part of its session, so that its Ctrl-C does not reach them.
+    Torchrun passes nothing on but the environment, so its workers watch the kernel themselves; when they have ended it ends too.
+    A launcher of 1 is watched by nobody.
+    """
+    if launcher == 1:
+        return None
+
+    def watch() -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(launcher).wait()  # that very process: psutil compares start times where the number is used again
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ORPHAN_GRACE)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    thread = threading.Thread(target=watch, name="launcher", daemon=True)
+    thread.start()
+    return thread
 
 
 def _raise_for(code: int, output: str, asked: bool) -> None:

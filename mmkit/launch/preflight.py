@@ -6,25 +6,30 @@ The model is built on the meta device, full-sized and without a byte of weights,
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import os
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from mmkit.config import ConfigError, DataConfig, RunConfig, SourceConfig, load
-from mmkit.sharding.plan import Machine, Part, Plan, accelerator, count_parts, make_plan, size
+from mmkit.config import STAGES, ConfigError, DataConfig, RunConfig, SourceConfig, load
+from mmkit.presets import preset_tree, presets
+from mmkit.sharding.plan import Machine, Part, Plan, Row, accelerator, count_parts, make_plan, size
 
 if TYPE_CHECKING:
     from mmkit.data.check import Report
     from mmkit.data.conversation import Formatter
     from mmkit.launch.requirements import Requirement
 
+log = logging.getLogger(__name__)
 TRAINING, VALIDATION = "training", "validation"
-CPU_FLOPS = 5e10  # a core's rate in fp32 matrix products; half precision is slower or faster with the processor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +88,14 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     from mmkit.launch.requirements import missing, told
     from mmkit.training import assemble, validation, weights
 
+    check_stage(run)
     trains = run.stage != "eval"
     if trains:
         assemble.check(run)
         validation.check(run, tasks=run.model.kind == "clip")
     module = build_meta(run)
     adapters = weights.check_scope(module, run.train, weights.model_file(run).COMPONENTS) if trains else ()
-    plan = make_plan(run, count(run, module), machine or this_machine(run.devices))
+    plan = make_plan(_spelt_out(run), count(run, module), machine or this_machine(run.devices))
     if not run.dry_run:
         plan.check()
     needs = missing(run)
@@ -98,7 +104,7 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     except ConfigError as error:  # the first fault of one source; with what else is missing the user comes back once
         absent = told([need for need in needs if need.kind == "data"]) and told(needs)
         raise ConfigError("\n".join(filter(None, (str(error), absent)))) from None
-    plan = dataclasses.replace(plan, samples=samples)
+    plan = dataclasses.replace(plan, samples=samples, row=row_of(run))
     if not run.dry_run:
         check_disk(plan)
     shapes = check_shapes(run, module) if run.dry_run and run.model.kind == "vlm" else ()
@@ -114,10 +120,31 @@ def plan_of(
     samples: int | None = None,
     price: float | None = None,
 ) -> Plan:
-    """The plan of a run on ``machine``, on named accelerators, or (neither given) on this machine."""
+    """The plan of a run on ``machine``, on named accelerators, or (neither given) on this machine. Data that is not here
+    yet is not made. ConfigError for a stage that the preset does not have, or names of what the model lacks."""
+    check_stage(run)
     if machine is None:
         machine = accelerator(device, devices or 1, price) if device else this_machine(devices or run.devices)
-    return make_plan(run, count(run), machine, samples)
+    return make_plan(_spelt_out(run), count(run), machine, samples, row_of(run) if _data_is_here(run) else None)
+
+
+def _spelt_out(run: RunConfig) -> RunConfig:
+    """The run with a contrastive model's architecture written out, which names like ViT-B-32 stand for."""
+    from mmkit.models import clip
+
+    return run.model_copy(update={"model": clip.resolved(run.model)}) if run.model.kind == "clip" else run
+
+
+def stages_of(preset: str) -> tuple[str, ...]:
+    """The stages that a preset or one of its bases describes; all of them for a name that is no preset of this installation."""
+    return tuple(preset_tree(preset).get("stages") or {}) if preset in presets() else STAGES
+
+
+def check_stage(run: RunConfig) -> None:
+    """ConfigError for a training stage that the preset does not describe: its settings would be defaults that nobody chose."""
+    has = stages_of(run.preset)
+    if run.stage != "eval" and run.stage not in has:
+        raise ConfigError(f"model {run.preset!r} has no stage {run.stage!r}; its stages are {', '.join(has)}: take one of them")
 
 
 def build_meta(run: RunConfig) -> Any:
@@ -128,22 +155,41 @@ def build_meta(run: RunConfig) -> Any:
 
 
 def count(run: RunConfig, module: Any = None) -> tuple[Part, ...]:
-    """Parameters by component of the full-size model of ``run``."""
-    from mmkit.models import clip, vlm
+    """Parameters by component of the full-size model of ``run``, and what trains of them: found by training's own rules."""
+    from mmkit.training import adapters, weights
+    from mmkit.training.optim import component_of
 
-    components = {"vlm": vlm, "clip": clip}[run.model.kind].COMPONENTS
-    return count_parts(module or build_meta(run), components, run.train)
+    module = module or build_meta(run)
+    components, train = weights.model_file(run).COMPONENTS, run.train
+    if run.stage == "eval":
+        return count_parts(module, components)
+    locks = run.model.kind == "clip"  # a locked tower stays locked
+    named = list(module.named_parameters(remove_duplicate=False))
+    trained = {name for name, p in named if p.requires_grad or not locks}
+    trained = {name for name in trained if component_of(name, components) in train.trainable}
+    layers: list[str] = []
+    if train.lora:
+        layers = adapters.targets_of(module, train.lora, components, getattr(module, "head", None))
+        whole = tuple(f"{name}." for name in adapters.modules_to_save(module, train.lora.modules_to_save, layers))
+        trained |= {name for name, _ in named if name.startswith(whole)}
+    return count_parts(module, components, trained, set(layers), train.lora)
 
 
 def overview(models: Sequence[str], stage: str) -> list[dict[str, Any]]:
-    """One row a preset: its size, what one device needs at ``stage``, and whether this machine has it."""
+    """One row a preset: its size, what one device needs at ``stage`` (or the last it trains in, where it has no such
+    stage), and whether this machine has it."""
     rows = []
     for name in dict.fromkeys(models):
-        plan = plan_of(load(name, stage))
+        has = stages_of(name)
+        trains = [each for each in ("pretrain", "finetune") if each in has]
+        at = stage if stage in has or stage == "eval" or not trains else trains[-1]
+        run = load(name, at)
+        plan = make_plan(_spelt_out(run), count(run), this_machine(run.devices))
         need = plan.need
         rows.append(
             {
                 "model": name,
+                "stage": at if at == stage else f"{at} (it has no {stage})",
                 "parameters": sum(part.parameters for part in plan.parts),
                 "trainable": sum(part.trained + part.adapters for part in plan.parts),
                 "needs": size(need.total),
@@ -195,13 +241,44 @@ def meta_batch(run: RunConfig) -> dict[str, Any]:
 
 def this_machine(devices: int = 1) -> Machine:
     """The accelerators of this machine, or its CPU and memory; ``devices`` processes share it."""
-    gpus = nvidia_gpus()
+    gpus, share = nvidia_gpus(), max(devices, 1)
     if gpus:
         name, memory = gpus[0]
-        return Machine(f"{name} x {len(gpus)}", max(devices, 1), memory, 1e14)
+        return Machine(f"{name} x {len(gpus)}", share, memory, measured=matmul_rate)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     name = f"{cores} CPU cores, no accelerator"
-    return Machine(name, max(devices, 1), host_memory(), CPU_FLOPS * cores / max(devices, 1), shared=True)
+    return Machine(name, share, host_memory(), shared=True, measured=lambda precision: matmul_rate(precision) / share)
+
+
+MATMUL = """
+import sys, time, torch
+precision, seconds, device = sys.argv[1], float(sys.argv[2]), "cuda" if torch.cuda.is_available() else "cpu"
+torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+size = 1024 if device == "cpu" else 8192
+half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+a, b = (torch.randn(size, size, device=device, dtype=half.get(precision)) for _ in range(2))
+wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+(a @ b, wait())
+start, products = time.perf_counter(), 0
+while time.perf_counter() - start < seconds:
+    (a @ b, wait())
+    products += 1
+print("RATE", 2 * size**3 * products / (time.perf_counter() - start))
+"""
+
+
+@functools.cache
+def matmul_rate(precision: str, seconds: float = 2.0) -> float:
+    """Operations a second of a square matrix product in ``precision``, tried for two seconds once in the life of this
+    process; 0 where it cannot be tried. A process of its own does it: the accelerator stays free for training, and no
+    setting of this process changes.
+    """
+    command = [sys.executable, "-c", MATMUL, precision, str(seconds)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    found = re.search(r"RATE (\S+)", done.stdout)
+    if not found:
+        log.warning("a matrix product in %s could not be tried here: %s", precision, done.stderr[-500:])
+    return float(found[1]) if found else 0.0
 
 
 def host_memory() -> int:
@@ -247,6 +324,39 @@ def data_rows(run: RunConfig) -> tuple[list[dict[str, Any]], int | None]:
         rows.append(row | {"examples": examples, "state": "ok"})
         total += min(examples, source.cap or examples) if use == TRAINING else 0
     return rows, total or None
+
+
+def _data_is_here(run: RunConfig) -> bool:
+    """Whether every source can be looked into without making or fetching anything."""
+    from mmkit.data.demo import pack_folder
+
+    def here(source: SourceConfig) -> bool:
+        packed = source.format == "pack"
+        return ((pack_folder(source.path) / "record.json") if packed else Path(source.path)).exists()
+
+    return bool(run.data.sources) and all(here(source) for source in run.data.sources)
+
+
+def row_of(run: RunConfig) -> Row | None:
+    """What a row of a vision-language run holds, as training would lay out the first conversations of its data
+    (`ConversationPlan`). None for contrastive runs, and where data or tokenizer are not here or of no use."""
+    from mmkit.data.loader import loader
+    from mmkit.models.build import tokenizer
+
+    train = run.train
+    if run.model.kind != "vlm" or not run.data.sources:
+        return None
+    together = train.device_batch * run.devices  # rows that share a static shape
+    try:
+        words, options = tokenizer(run.model), {"train": True, "seed": run.seed, "device_batch": train.global_batch}
+        with loader(run.data, run.model, words, (), **options) as made:
+            rows = made.plan.rows(0, 0)
+            blocks = [rows[start : start + together] for start in range(0, len(rows), together)]
+            lengths = [made.plan.shape(block).tokens * len(block) for block in blocks]
+            samples = sum(map(made.plan.n_samples, rows))
+    except (OSError, ValueError):  # told where the data is looked at
+        return None
+    return Row(sum(lengths) / len(rows), samples / len(rows)) if rows else None
 
 
 def sources_of(run: RunConfig) -> list[tuple[SourceConfig, str]]:

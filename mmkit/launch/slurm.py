@@ -41,8 +41,8 @@ class SlurmConfig(Settings):
     master_suffix: str = ""  # appended to the first host's name; JUWELS wants "i" for its InfiniBand address
     master_address: str | None = None  # instead of the first host of the job
     master_port: int | None = Field(None, gt=1023, lt=65536)  # None = 20000 + job id % 20000, so that jobs on one node differ
-    modules: tuple[str, ...] = ()  # environment modules to load
-    activate: str | None = None  # a file to source first, e.g. a virtual environment's bin/activate
+    modules: tuple[str, ...] = ()  # environment modules to load first
+    activate: str | None = None  # a file to source after them, e.g. a virtual environment's bin/activate
     python: str = sys.executable
     environment: dict[str, str] = {}  # more variables for every task
 
@@ -96,10 +96,11 @@ def render(cluster: SlurmConfig, config: Path, log: Path) -> str:
         "wait-all-nodes": 1 if cluster.nodes > 1 else None,
     }
     lines = ["#!/bin/bash", *(f"#SBATCH --{name}={_directive(name, value)}" for name, value in asked.items() if value is not None)]
-    lines += ["#SBATCH --requeue", "", "set -u"]
-    lines += [f"source {shlex.quote(cluster.activate)}"] if cluster.activate else []
+    lines += ["#SBATCH --requeue", ""]
+    # modules first: they put the libraries on the paths that an environment's activate builds on; both read variables nobody has set
     lines += [f"module load {shlex.quote(name)}" for name in cluster.modules]
-    lines += [*_rendezvous(cluster), *_exports(cluster), "", *_body(cluster, config)]
+    lines += [f"source {shlex.quote(cluster.activate)}"] if cluster.activate else []
+    lines += ["set -u", *_rendezvous(cluster), *_exports(cluster), "", *_body(cluster, config)]
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""A TPU VM or pod, driven with gcloud: create it, copy the checkout and the config, install, train on all hosts, delete it.
+"""A TPU VM or pod, driven with gcloud: create it, copy the kit and the config, install, train on all hosts, delete it.
 
 Every host runs the same command; torch_xla's SPMD joins their devices. Hosts have disks of their own, so the run folder must be one
 that all of them see (gs://...). `steps` is plain data and can be read, tested and printed without an account.
@@ -7,14 +7,19 @@ that all of them see (gs://...). `steps` is plain data and can be read, tested a
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import os
 import shlex
 import shutil
 import subprocess
+import tarfile
 import tempfile
+import zipfile
 from pathlib import Path
 
 from pydantic import Field
 
+import mmkit
 from mmkit.config import ConfigError, RunConfig, Settings, changed, to_yaml
 
 METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes"
@@ -39,7 +44,7 @@ class TpuConfig(Settings):
     runtime: str | None = None  # None = by family
     spot: bool = False
     keep: bool = False  # leave the machine running afterwards
-    checkout: str = "."  # folder that is copied to the hosts
+    checkout: str | None = None  # git checkout to copy to the hosts; None = the one this mmkit runs from, else its wheel
 
     @property
     def family(self) -> str:
@@ -81,8 +86,51 @@ def for_slice(run: RunConfig, target: TpuConfig) -> RunConfig:
     return changed(run, backend__nodes=1, backend__processes=1, backend__xla_devices=target.chips)
 
 
-def steps(target: TpuConfig, config: Path) -> tuple[Step, ...]:
-    """All commands of a run, in order; ``config`` is the saved config on this machine."""
+def pack(target: TpuConfig, folder: Path) -> Path:
+    """The kit as one file in ``folder``: the checkout's files that git tracks or would (uncommitted presets, but no .venv, .git or
+    runs/) as ``mmkit.tar.gz``, or for an installed kit its wheel. ConfigError where there is neither."""
+    here = Path(mmkit.__file__).resolve().parent.parent
+    if target.checkout is None and not (here / "pyproject.toml").is_file():
+        return installed_wheel(folder)
+    root = Path(target.checkout).resolve() if target.checkout else here
+    if not (root / "pyproject.toml").is_file():
+        raise ConfigError(f"option checkout = {target.checkout!r} has no pyproject.toml; give the folder of a checkout of mmkit")
+    if not shutil.which("git"):
+        raise ConfigError(f"git is not on PATH, and it tells which files of {root} to copy; install it")
+    ask = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(ask, capture_output=True, check=False)
+    if listed.returncode:
+        told = listed.stderr.decode(errors="replace").strip()
+        raise ConfigError(f"{root} is no git checkout, so what to copy is not known ({told}); clone the kit, or install its wheel")
+    names = sorted({name for name in os.fsdecode(listed.stdout).split("\0") if name})
+    archive = folder / "mmkit.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for name in names:
+            if os.path.lexists(root / name):  # git lists deleted files until the deletion is committed
+                tar.add(root / name, arcname=name, recursive=False)
+    return archive
+
+
+def installed_wheel(folder: Path) -> Path:
+    """The wheel that this mmkit was installed from, put together again from the files that its RECORD names; nothing is built."""
+    kit = importlib.metadata.distribution("mmkit")
+    made_here = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}  # by the installer; scripts come from entry points
+    inside = [file for file in kit.files or () if ".." not in file.parts and file.suffix != ".pyc"]
+    kept = [file for file in inside if not (file.parts[0].endswith(".dist-info") and file.name in made_here)]
+    info = next((file.parts[0] for file in kept if file.parts[0].endswith(".dist-info")), "")
+    if not info or not any(file.parts[0] == "mmkit" for file in kept):
+        raise ConfigError("mmkit is neither a git checkout nor an installed wheel here; set --option checkout=FOLDER")
+    wheel = folder / f"{info.removesuffix('.dist-info')}-py3-none-any.whl"
+    rows = [f"{file},{file.hash.mode}={file.hash.value},{file.size}" if file.hash else f"{file},," for file in kept]
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in kept:
+            archive.write(file.locate(), str(file))
+        archive.writestr(f"{info}/RECORD", "\n".join([*rows, f"{info}/RECORD,,", ""]))
+    return wheel
+
+
+def steps(target: TpuConfig, config: Path, kit: Path) -> tuple[Step, ...]:
+    """All commands of a run, in order; ``config`` is the saved config on this machine, ``kit`` what `pack` made."""
     gcloud = ("gcloud", "compute", "tpus", "tpu-vm")
     where = (f"--zone={target.zone}", *((f"--project={target.project}",) if target.project else ()))
     runtime = target.runtime or RUNTIMES[target.family]
@@ -90,11 +138,12 @@ def steps(target: TpuConfig, config: Path) -> tuple[Step, ...]:
     everywhere = (*where, "--worker=all")
     ssh = (*gcloud, "ssh", target.name, *everywhere)
     copy = (*gcloud, "scp", *everywhere)
-    install = f"cd {FOLDER} && python3 -m venv .venv && .venv/bin/pip install -q -e '.[tpu,gcs]'"
+    unpack, what = ("", f"./{kit.name}") if kit.suffix == ".whl" else (f"tar -xzf {kit.name} && ", "-e .")
+    install = f"cd {FOLDER} && {unpack}python3 -m venv .venv && .venv/bin/pip install -q {what}'[tpu,gcs]'"
     made = [
         Step("create the slice", (*create, *(("--spot",) if target.spot else ()))),
-        Step("a clean folder on every host", (*ssh, f"--command=rm -rf {FOLDER}")),
-        Step("copy the checkout to every host", (*copy, "--recurse", target.checkout, f"{target.name}:{FOLDER}")),
+        Step("a clean folder on every host", (*ssh, f"--command=rm -rf {FOLDER} && mkdir {FOLDER}")),
+        Step("copy the kit to every host", (*copy, str(kit), f"{target.name}:{FOLDER}/{kit.name}")),
         Step("copy the config to every host", (*copy, str(config), f"{target.name}:{FOLDER}/run.yaml")),
         Step("install on every host", (*ssh, f"--command={install}")),
         Step("train on every host", (*ssh, f"--command={train_command()}")),
@@ -124,17 +173,17 @@ def start(run: RunConfig, target: TpuConfig, show: bool = False) -> int:
     The slice is deleted after a failure too, unless ``keep``, so that a broken run costs nothing more.
     """
     spread = for_slice(run, target)
+    if not show and not shutil.which("gcloud"):
+        raise ConfigError(
+            "gcloud is not on PATH; install the Google Cloud CLI and `gcloud auth login`, or use --show to see the commands"
+        )
     with tempfile.TemporaryDirectory(prefix="mmkit-tpu-") as folder:
         config = Path(folder) / "run.yaml"
         config.write_text(to_yaml(spread), encoding="utf8")
-        planned = steps(target, config)
+        planned = steps(target, config, pack(target, Path(folder)))
         if show:
             print("\n".join(map(str, planned)))
             return 0
-        if not shutil.which("gcloud"):
-            raise ConfigError(
-                "gcloud is not on PATH; install the Google Cloud CLI and `gcloud auth login`, or use --show to see the commands"
-            )
         return _run(planned)
 
 

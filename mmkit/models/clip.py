@@ -20,6 +20,7 @@ from mmkit.config import ClipConfig, ConfigError, nearest
 from mmkit.errors import InputError
 from mmkit.models import packs
 from mmkit.models.convert import files
+from mmkit.models.encoders import block_names
 
 
 class ClipModel(nn.Module):
@@ -87,6 +88,11 @@ class ClipModel(nn.Module):
         if hasattr(text, "pooler") and _frozen(text.transformer):
             out.append("text")
         return tuple(out)
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Class names of what backends shard and recompute one by one: the blocks of both towers."""
+        return tuple(sorted(block_names(self.clip)))
 
     def _visual_head(self) -> nn.Module:
         if not hasattr(self.clip.visual, "trunk"):
@@ -354,7 +360,6 @@ SHARDING = (
     (r"\.positional_embedding$", (None, "fsdp")),
     (r"\.(in_proj_weight|text_projection|proj|weight)$", ("fsdp", None)),
 )
-BLOCKS = ("ResidualAttentionBlock", "CustomResidualAttentionBlock", "Block", "BertLayer", "RobertaLayer", "ConvNeXtBlock")
 COMPONENTS = (
     (r"^clip\.visual\.", "image"),
     (r"^clip\.logit_(scale|bias)$", "scale"),

@@ -455,5 +455,20 @@ def _hf_width(settings) -> int:
 
 _GENERIC: dict[str, Callable[[str, EncoderConfig], EncoderSpec]] = {"timm": _timm_spec, "open_clip": _open_clip_spec, "hf": _hf_spec}
 
-# Plain data for backends: transformer or convolution blocks that are wrapped and recomputed one by one.
-BLOCKS = ("CLIPEncoderLayer", "Dinov2Layer", "Block", "ConvNeXtBlock", "ResidualAttentionBlock", "SiglipEncoderLayer", "ViTLayer")
+def block_names(tower: nn.Module) -> set[str]:
+    """Class names of the blocks that a vision or text tower of any library repeats: what is sharded and recomputed one by one.
+
+    They are found by structure, because a list of names would miss the next family without a word: modules with parts of their own
+    that stand in a ModuleList or Sequential and of whose class the tower has several. Of blocks within blocks (the stages of a
+    ConvNeXt) the inner ones.
+    """
+    lists = (nn.ModuleList, nn.Sequential)
+    found: dict[type, list[nn.Module]] = {}
+    for parts in (module for module in tower.modules() if isinstance(module, lists)):
+        for part in parts:
+            adapted = hasattr(part, "base_layer")  # a linear layer with an adapter has parts, but is no block
+            if not isinstance(part, lists) and any(part.children()) and not adapted:
+                found.setdefault(type(part), []).append(part)
+    several = {kind: parts for kind, parts in found.items() if len(parts) > 1}
+    outer = {kind for kind, (part, *_) in several.items() if any(type(m) in several for m in part.modules() if m is not part)}
+    return {kind.__name__ for kind in several if kind not in outer}

@@ -177,6 +177,11 @@ def decoder_layers(language: PreTrainedModel) -> nn.ModuleList:
     raise InputError(f"no list of {count} decoder layers found in {type(language).__name__}")
 
 
+def layer_names(language: PreTrainedModel) -> set[str]:
+    """Class names of the decoder layers, of which some families have several kinds."""
+    return {type(layer).__name__ for layer in decoder_layers(language)}
+
+
 def text_config(language: PreTrainedModel) -> PretrainedConfig:
     """The config of the text decoder (some families nest it)."""
     return language.config.get_text_config(decoder=True)

@@ -21,8 +21,8 @@ from mmkit.config import IMAGE_TOKEN_INDEX, REGION_TOKEN_INDEX, VlmConfig
 from mmkit.errors import InputError
 from mmkit.letterbox import visible_slots
 from mmkit.models.connectors import LAYERS, TokenSampler, VisionMemory, build_connector, check_features, each_cell, match_embeddings
-from mmkit.models.encoders import BLOCKS as ENCODER_BLOCKS
-from mmkit.models.language import Places, adjust_logits, decoder_layers, run, text_config
+from mmkit.models.encoders import block_names
+from mmkit.models.language import Places, adjust_logits, decoder_layers, layer_names, run, text_config
 from mmkit.models.regions import build_regions, rows_at
 
 if TYPE_CHECKING:
@@ -80,6 +80,11 @@ class VisionLanguageModel(nn.Module):
     def head(self) -> nn.Module:
         """The module from hidden states to vocabulary; call it, never its weight (sharded weights are whole only inside it)."""
         return self.language.get_output_embeddings()
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Class names of what backends shard and recompute one by one: decoder layers, samplers, blocks of the encoders."""
+        return tuple(sorted({TokenSampler.__name__, *layer_names(self.language), *block_names(self.encoders)}))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V), with what the family does to the head's output."""
@@ -249,18 +254,6 @@ SHARDING = (
     (r".*\.(o_proj|down_proj|attention\.out)\.weight", (None, "fsdp")),
     (r"connector\.queries", ("fsdp", None)),
     (r".*\.weight", ("fsdp", None)),
-)
-BLOCKS = (
-    "LlamaDecoderLayer",
-    "Phi3DecoderLayer",
-    "Qwen2DecoderLayer",
-    "Qwen3DecoderLayer",
-    "MistralDecoderLayer",
-    "GemmaDecoderLayer",
-    "Gemma2DecoderLayer",
-    "Gemma3DecoderLayer",
-    "TokenSampler",
-    *ENCODER_BLOCKS,
 )
 COMPONENTS = (
     (r"encoders\..*", "encoders"),

@@ -13,16 +13,20 @@ from mmkit.storage import Store
 
 
 def trained_groups(result: Launched) -> list[dict[str, Any]]:
-    """Parameter groups and adapted layers of a run, as its environment.json keeps them; empty after a dry run."""
+    """Parameter groups and adapted layers of a run, as its environment.json keeps them; empty after a dry run. An adapter's tensors are
+    among those of its component's group, whose learning rate and decay it has."""
     store = Store(result.folder)
     if result.run.dry_run or store.size("environment.json") is None:
         return []
     tables = json.loads(store.read("environment.json")).get("tables", {})
-    adapters = [
-        {"group": f"adapter of {row['layer']}", "tensors": row["layers"], "parameters": row["trained"]}
-        for row in tables.get("adapters", ())
-    ]
-    return [*tables.get("groups", ()), *adapters]
+    groups, rows = tables.get("groups", ()), []
+    for row in tables.get("adapters", ()):
+        own = [group for group in groups if group["group"].split(" ")[0] == row["component"]]
+        group = max(own, key=lambda group: group["weight_decay"])  # adapters are matrices, which decay where anything does
+        text = f"adapter of {row['layer']} ({row['layers']} layers, {row['trained']:,} parameters)"
+        tensors = row["layers"] * (3 if result.run.train.lora.use_dora else 2)
+        rows.append(group | {"group": text, "tensors": tensors})
+    return [*groups, *rows]
 
 
 class Gallery:

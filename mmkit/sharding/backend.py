@@ -3,7 +3,7 @@
 A step, in the order every caller keeps::
 
     backend = create(run.backend, run.train.precision)          # starts processes' communication, picks the device
-    model = backend.prepare(objective, factory, train=run.train, rules=SHARDING, blocks=BLOCKS, accumulation=n)
+    model = backend.prepare(objective, factory, train=run.train, rules=SHARDING, blocks=model.blocks, accumulation=n)
     count = backend.sum_over_devices(sum(batch.n_targets for batch in window))     # a tensor on the device
     for i, batch in enumerate(window):                          # the last window may be shorter than `accumulation`
         out = model(backend.shard(batch.tensors), mode="loss")

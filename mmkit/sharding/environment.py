@@ -20,7 +20,7 @@ from mmkit.config import ConfigError, RunConfig
 
 log = logging.getLogger(__name__)
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_NODELIST", "SLURM_JOB_ID")
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_NODELIST", "SLURM_JOB_ID")
 TPU_POD = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
 GRACE = 3.0  # seconds the process that holds the store outlives its own timeout
 TPU_PORT = 8479  # any fixed port that libtpu (8471, 8476) does not use
@@ -42,6 +42,20 @@ class ProcessEnvironment:
         return dict(zip(TORCHRUN, map(str, (self.rank, self.local_rank, self.world, self.address, self.port)), strict=True))
 
 
+def started_by(env: Mapping[str, str]) -> tuple[str, int]:
+    """(who started this process, how many it started): ``torchrun``, ``SLURM`` (a step of srun), else ``""`` and 1.
+
+    Torchrun's count is 0 where WORLD_SIZE is missing beside RANK, and 1 without a RANK: a kernel or a library left the
+    others behind. A batch script is no step of srun: it has SLURM_PROCID and SLURM_NTASKS, but its tasks are not started yet.
+    """
+    env = {name: value.strip() for name, value in env.items() if value.strip()}
+    if any(name in env for name in TORCHRUN[:3]):
+        own = env.get("RANK")
+        return "torchrun", _number(env, "WORLD_SIZE", 0) if own else 1
+    tasks = _number(env, "SLURM_STEP_NUM_TASKS", 1) if "SLURM_PROCID" in env else 1
+    return ("SLURM", tasks) if tasks != 1 else ("", 1)
+
+
 def process_environment(env: Mapping[str, str]) -> ProcessEnvironment:
     """The place that ``env`` describes. Torchrun's variables win over SLURM's, SLURM's over a TPU pod's.
 
@@ -49,10 +63,9 @@ def process_environment(env: Mapping[str, str]) -> ProcessEnvironment:
     missing variables where a set is incomplete, and the variable that is not a number.
     """
     env = {name: value for name, value in env.items() if value.strip()}
-    if any(name in env for name in TORCHRUN[:3]):
-        return _from_torchrun(env)
-    if "SLURM_PROCID" in env and env.get("SLURM_NTASKS", "2") != "1":
-        return _from_slurm(env)
+    by, _ = started_by(env)
+    if by:
+        return _from_torchrun(env) if by == "torchrun" else _from_slurm(env)
     several_hosts = "," in env.get("TPU_WORKER_HOSTNAMES", "")
     if several_hosts:
         return _from_tpu_pod(env)
@@ -68,7 +81,7 @@ def _from_torchrun(env: Mapping[str, str]) -> ProcessEnvironment:
 
 def _from_slurm(env: Mapping[str, str]) -> ProcessEnvironment:
     _require(env, SLURM, "start with srun, or unset SLURM_PROCID for one process")
-    rank, world = _number(env, "SLURM_PROCID"), _number(env, "SLURM_NTASKS")
+    rank, world = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
     hosts = expand_hosts(env["SLURM_JOB_NODELIST"])
     local_rank = _number(env, "SLURM_LOCALID", rank % max(world // len(hosts), 1))
     port = _number(env, "MASTER_PORT", 20000 + _number(env, "SLURM_JOB_ID") % 20000)
@@ -144,17 +157,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def processes_started(env: Mapping[str, str]) -> int:
-    """How many processes torchrun or srun says it started; 1 where neither did. A batch script is no step of srun, and what a kernel or
-    a library left in the environment is nobody's word."""
-    by_torchrun = env.get("RANK") and env.get("WORLD_SIZE")
-    told = by_torchrun or (env.get("SLURM_PROCID") and env.get("SLURM_STEP_NUM_TASKS")) or "1"
-    return int(told) if told.isdigit() else 1
-
-
 def check_devices(run: RunConfig, devices: int) -> None:
     """ConfigError where another number of ``devices`` shares a step than the batch was divided by: a step would have other samples."""
-    found = max(devices, processes_started(os.environ))  # a backend of one process does not ask how many were started
+    found = max(devices, started_by(os.environ)[1])  # a backend of one process does not ask how many were started
     if found != run.devices:
         raise ConfigError(
             f"global_batch {run.train.global_batch} = device_batch {run.train.device_batch} x accumulation {run.accumulation} x {run.devices} "

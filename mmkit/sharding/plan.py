@@ -1,7 +1,8 @@
 """Memory, time and cost of a run, from its config and its parameter counts, before a weight is read.
 
 Weights, gradients and optimizer state follow from counts and storage and are exact but for padding. Activations follow from shapes and
-are an estimate: what backward keeps of each layer, by component. Dataset size plays no part in memory.
+are an estimate: what backward keeps of each layer, by component. Dataset size plays no part in memory. Time is operations over the
+rate that training reaches: a fraction of the device's peak taken from published runs, or of a matrix product measured here.
 
 Not here: building the (meta) model that is counted; that is `mmkit.launch.preflight`.
 """
@@ -11,15 +12,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from mmkit.config import ConfigError, RunConfig, TrainConfig, nearest
+from mmkit.config import ConfigError, LoraConfig, RunConfig, nearest
 
 GIB = 2**30
 ADAM_BYTES = {"adamw": 8.0, "adamw_8bit": 2.04}  # both moments of a parameter; 8-bit keeps one fp32 scale a block of 256
 QUANTISED_BYTES = {4: 0.5 + (1 + 4 / 256) / 64, 8: 1.0 + 4 / 4096, 16: 2.0}  # nf4 with double quantisation; int8 with a scale a row
-EFFICIENCY = 0.35  # share of the peak that training reaches, activation recomputing apart
+# Fraction of an A100's peak that whole published runs reached, with data loading, links and kernel launches in it, and whose.
+# Operations are counted as in `Plan.operations`, recomputation included. tests/sharding/test_plan.py works each out again from
+# the published rate; a run it was not taken from (ViT-L/14 on LAION-400M, 127 h) then comes within a quarter.
+FRACTIONS: dict[tuple[str, str], tuple[float, str]] = {
+    ("clip", "tf32"): (0.315, "ViT-L/14 on 384 A100 40GB, 27,862 samples/s (LAION large-openclip)"),
+    ("clip", "bf16"): (0.21, "ViT-H/14 and g/14 on 800 A100 40GB, 42 and 31 samples/s each (LAION large-openclip)"),
+    ("clip", "fp16"): (0.144, "ViT-H/14 and g/14 on 800 A100 40GB, 30 and 20 samples/s each (LAION large-openclip)"),
+    ("vlm", "bf16"): (0.48, "LLaVA-1.5 7B and 13B pretraining, 558K samples in 3.5 and 5.5 h on 8 A100 80GB (its README)"),
+}
+HERE_FRACTION = 0.5  # of a measured matrix product's rate that the demo's two stages reach on two CPU cores
+OTHERS = {"fp32": "tf32", "tf32": "bf16", "fp16": "bf16"}  # whose fraction a precision without a published one takes
 
 
 class TooLargeError(ConfigError):
@@ -35,6 +46,7 @@ class Part:
     trained: int = 0  # of them, without adapters
     adapters: int = 0  # LoRA parameters added to it
     linear: int = 0  # weights of its linear layers but the head: what quantisation stores in few bits
+    tables: int = 0  # embeddings: looked up, not multiplied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +61,25 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a run has: ``devices`` of ``memory`` bytes and ``flops`` a second each."""
+    """What a run has: ``devices`` of ``memory`` bytes each, and what one does in a second."""
 
     name: str
     devices: int
     memory: int
-    flops: float
+    # precision -> operations a second, from the maker's data sheet; empty where a product is measured
+    peak: Mapping[str, float] = dataclasses.field(default_factory=dict)
     shared: bool = False  # the devices share one memory, as processes on a CPU do
     price: float | None = None  # USD of one device for one hour
+    calibrated: bool = False  # `FRACTIONS` were reached on it
+    measured: Callable[[str], float] | None = None  # precision -> operations a second of a matrix product tried here
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of the data, on average: its positions with padding, and the samples packed into it."""
+
+    positions: float
+    samples: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,17 +98,24 @@ class Need:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-ACCELERATORS: dict[str, Machine] = {  # memory and dense bf16 peak of one device, from the makers' data sheets
-    "a100-40gb": Machine("A100 40GB", 1, 40 * GIB, 312e12),
-    "a100-80gb": Machine("A100 80GB", 1, 80 * GIB, 312e12),
-    "h100-80gb": Machine("H100 80GB", 1, 80 * GIB, 989e12),
-    "h200-141gb": Machine("H200 141GB", 1, 141 * 10**9, 989e12),
-    "l4-24gb": Machine("L4 24GB", 1, 24 * GIB, 121e12),
-    "rtx-4090": Machine("RTX 4090 24GB", 1, 24 * GIB, 165e12),
-    "tpu-v4": Machine("TPU v4 chip", 1, 32 * GIB, 275e12),
-    "tpu-v5e": Machine("TPU v5e chip", 1, 16 * GIB, 197e12),
-    "tpu-v5p": Machine("TPU v5p chip", 1, 95 * GIB, 459e12),
-    "tpu-v6e": Machine("TPU v6e chip", 1, 32 * GIB, 918e12),
+def _peaks(half: float, tf32: float, fp32: float) -> dict[str, float]:
+    """Precision -> operations a second, from 10^12; bf16 and fp16 are the same on every device here."""
+    return {name: rate * 1e12 for name, rate in (("fp32", fp32), ("tf32", tf32), ("bf16", half), ("fp16", half))}
+
+
+A100, HOPPER = _peaks(312, 156, 19.5), _peaks(989, 494, 67)
+ACCELERATORS: dict[str, Machine] = {  # memory and dense peaks of one device, from the makers' data sheets
+    "a100-40gb": Machine("A100 40GB", 1, 40 * GIB, A100, calibrated=True),
+    "a100-80gb": Machine("A100 80GB", 1, 80 * GIB, A100, calibrated=True),
+    "h100-80gb": Machine("H100 80GB", 1, 80 * GIB, HOPPER),
+    "h200-141gb": Machine("H200 141GB", 1, 141 * 10**9, HOPPER),
+    "l4-24gb": Machine("L4 24GB", 1, 24 * GIB, _peaks(121, 60, 30.3)),
+    "rtx-4090": Machine("RTX 4090 24GB", 1, 24 * GIB, _peaks(165, 82.6, 82.6)),
+    # a TPU multiplies in bf16: three passes give tf32's digits, six fp32's
+    **{
+        f"tpu-{name}": Machine(f"TPU {name} chip", 1, memory * GIB, _peaks(half, half / 3, half / 6))
+        for name, memory, half in (("v4", 32, 275), ("v5e", 16, 197), ("v5p", 95, 459), ("v6e", 32, 918))
+    },
 }
 
 
@@ -99,8 +129,15 @@ def accelerator(name: str, devices: int = 1, price: float | None = None) -> Mach
 # ---------------------------------------------------------------- counting
 
 
-def count_parts(module: Any, components: Sequence[tuple[str, str]], train: TrainConfig) -> tuple[Part, ...]:
-    """The parameters of a module (on any device, also meta) by component, and what ``train`` would train of them."""
+def count_parts(
+    module: Any,
+    components: Sequence[tuple[str, str]],
+    trained: Collection[str] = (),
+    adapted: Collection[str] = (),
+    lora: LoraConfig | None = None,
+) -> tuple[Part, ...]:
+    """The parameters of a module (on any device, also meta) by component; ``trained`` names those that train whole,
+    ``adapted`` the linear layers that get an adapter of ``lora`` (`training.adapters.targets_of`)."""
     head = {id(p) for p in _head(module)}
     tables: dict[str, dict[str, int]] = {}
     seen: set[int] = set()
@@ -112,14 +149,14 @@ def count_parts(module: Any, components: Sequence[tuple[str, str]], train: Train
                 continue
             seen.add(id(parameter))
             component = _component(name, components)
-            row = tables.setdefault(component, {"parameters": 0, "trained": 0, "adapters": 0, "linear": 0})
+            row = tables.setdefault(component, dict.fromkeys(("parameters", "trained", "adapters", "linear", "tables"), 0))
             row["parameters"] += parameter.numel()
-            # a tower that is locked is built frozen and stays so; encoders are too, and are opened where they are named
-            opened = parameter.requires_grad or component == "encoders"
-            row["trained"] += parameter.numel() if component in train.trainable and opened else 0
+            row["trained"] += parameter.numel() if name in trained else 0
+            row["tables"] += parameter.numel() if type(layer).__name__ == "Embedding" else 0
             if linear and key == "weight" and id(parameter) not in head:
                 row["linear"] += parameter.numel()
-                row["adapters"] += _adapter(name.removesuffix(".weight"), component, parameter.shape, train)
+            if key == "weight" and path in adapted:  # two thin matrices, and a magnitude a row
+                row["adapters"] += lora.rank * sum(parameter.shape) + (parameter.shape[0] if lora.use_dora else 0)
     return tuple(Part(component, **row) for component, row in tables.items())
 
 
@@ -131,14 +168,6 @@ def _head(module: Any) -> list[Any]:
 def _component(name: str, components: Sequence[tuple[str, str]]) -> str:
     hits = [component for pattern, component in components if re.match(pattern, name)]
     return hits[0] if hits else "other"
-
-
-def _adapter(name: str, component: str, shape: Sequence[int], train: TrainConfig) -> int:
-    """LoRA parameters of one linear layer: two thin matrices, none where the layer is no target."""
-    lora = train.lora
-    if lora is None or component not in lora.components or (lora.targets and not any(re.fullmatch(t, name) for t in lora.targets)):
-        return 0
-    return lora.rank * (shape[0] + shape[1]) + (shape[0] if lora.use_dora else 0)
 
 
 # ---------------------------------------------------------------- memory
@@ -288,6 +317,7 @@ class Plan:
     parts: tuple[Part, ...]
     needs: tuple[Need, ...]
     samples: int | None = None
+    row: Row | None = None  # as found in the data; None = one sample, padded to data.max_length
 
     @property
     def need(self) -> Need:
@@ -311,20 +341,53 @@ class Plan:
         train = self.run.train
         if train.steps:
             return train.steps
-        return math.ceil(self.samples * train.epochs / train.global_batch) if self.samples else None
+        together = self.row.samples if self.row else 1
+        return math.ceil(self.samples * train.epochs / together / train.global_batch) if self.samples else None
+
+    @property
+    def operations(self) -> float:
+        """Operations of one step on all devices, recomputation included; of attention only the products with weights.
+
+        A weight that multiplies costs two a position forward, two for the gradient that flows on, two for its own where
+        it is trained.
+        """
+        run, total = self.run, 0.0
+        for part in self.parts:
+            language = part.component == "language"
+            row = (self.row.positions if self.row else run.data.max_length) if language else _positions(run, part.component)
+            trained = part.trained + part.adapters
+            flows = trained > 0 or language  # a frozen language model passes gradients on to what stands before it
+            weights = part.parameters - part.tables + part.adapters
+            if run.data.cache_features and not language and part.component != "connector":
+                weights = min(weights, trained)  # of a tower whose features are cached only what stands behind them runs
+            passes = 2 + (2 + 2 * run.train.checkpoint_blocks) * flows
+            total += run.train.global_batch * row * (passes * weights + 2 * min(trained, weights))
+        return total
+
+    @property
+    def rate(self) -> tuple[float, str]:
+        """(operations a second that training reaches on one device, how that is known); measured where this machine can be."""
+        machine, precision = self.machine, self.run.train.precision
+        if machine.measured and not machine.peak:
+            found = machine.measured(precision)
+            if not found:
+                return 0.0, f"a matrix product in {precision} could not be tried here"
+            told = f"{HERE_FRACTION:.0%} of the {found / 1e9:,.0f} GFLOP/s of a {precision} product measured here"
+            return HERE_FRACTION * found, told
+        kind, asked = self.run.model.kind, precision
+        while (kind, asked) not in FRACTIONS:
+            asked = OTHERS[asked]
+        fraction, whose = FRACTIONS[kind, asked]
+        peak = machine.peak[precision]
+        told = f"{fraction:.3g} of {peak / 1e12:.4g} TFLOP/s in {precision}, as {whose}"
+        good = machine.calibrated and asked == precision
+        return fraction * peak, told if good else f"{told}; not calibrated for {precision} on {machine.name}"
 
     @property
     def seconds_a_step(self) -> float:
-        """Arithmetic of one step over what the devices do in a second: two operations a weight and token, twice that backward."""
-        run = self.run
-        tokens = run.train.global_batch * (run.data.max_length if run.model.kind == "vlm" else 1)
-        operations = 0.0
-        for part in self.parts:
-            seen = tokens if part.component == "language" else run.train.global_batch * _positions(run, part.component)
-            passes = 2 + (4 if part.trained or part.adapters else 2 if part.component == "language" else 0)
-            passes += 2 if run.train.checkpoint_blocks and passes > 2 else 0
-            operations += passes * part.parameters * seen
-        return operations / (self.machine.flops * self.machine.devices * EFFICIENCY)
+        """`operations` over what the devices together do in a second; infinite where that could not be measured."""
+        rate = self.rate[0] * self.machine.devices
+        return self.operations / rate if rate else math.inf
 
     @property
     def hours(self) -> float | None:
@@ -368,20 +431,29 @@ class Plan:
         return [*rows, {key: round(value, 3) if isinstance(value, float) else value for key, value in total.items()}]
 
     def __str__(self) -> str:
-        time = f"about {duration(self.seconds_a_step)} a step"
-        time += f", {duration(self.hours * 3600)} for {self.steps} steps" if self.hours else ""
-        if self.hours and self.machine.price:
+        known = math.isfinite(self.seconds_a_step)
+        time = f"about {duration(self.seconds_a_step)} a step" if known else "not known"
+        time += f", {duration(self.hours * 3600)} for {self.steps} steps" if self.hours and known else ""
+        if self.hours and known and self.machine.price:
             time += f", {self.hours * self.machine.devices * self.machine.price:,.0f} USD"
-        return f"{self.message()}\n  time:             {time} on {self.machine.devices} x {self.machine.name}"
+        lines = [self.message(), f"  time:             {time} on {self.machine.devices} x {self.machine.name}"]
+        lines.append(f"  reckoned with:    {self.rate[1]}")
+        if self.run.model.kind == "vlm":
+            row = self.row or Row(self.run.data.max_length, 1)
+            found = "as the first batches of the data" if self.row else "data.max_length: the data is not here"
+            lines.append(f"                    rows of {row.positions:.0f} positions and {row.samples:.3g} samples ({found})")
+        return "\n".join(lines)
 
 
-def make_plan(run: RunConfig, parts: Sequence[Part], machine: Machine, samples: int | None = None) -> Plan:
-    """The plan of ``run`` on ``machine`` for a model with these parts."""
+def make_plan(
+    run: RunConfig, parts: Sequence[Part], machine: Machine, samples: int | None = None, row: Row | None = None
+) -> Plan:
+    """The plan of ``run`` on ``machine`` for a model with these parts, ``samples`` an epoch, and rows as found in the data."""
     active = activation_needs(run)
     needs = []
     for part, need in zip(parts, state_needs(run, parts, machine.devices), strict=True):
         needs.append(dataclasses.replace(need, activations=active.get(part.component, 0.0) + cast_bytes(run, part)))
-    return Plan(run, machine, tuple(parts), tuple(needs), samples)
+    return Plan(run, machine, tuple(parts), tuple(needs), samples, row)
 
 
 def _positions(run: RunConfig, component: str) -> int:

@@ -65,7 +65,8 @@ class SingleBackend(Backend):
             if p.dtype != torch.float32:
                 raise ConfigError(f"trained parameter {name} is {p.dtype}; trained weights are kept in fp32 (the precision setting casts)")
         if train.checkpoint_blocks:
-            for block in (m for m in module.modules() if type(m).__name__ in blocks):
+            for block in blocks_of(module, blocks, "train.checkpoint_blocks = True recomputes block by block"):
+                _refuse_running_statistics(block)
                 self._override(block, functools.partial(self.checkpoint, block.forward))
         self._override(module, self._cast(module.forward))
 
@@ -255,6 +256,25 @@ class SingleBackend(Backend):
 def _set_matmul_precision(precision: Precision) -> None:
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
+
+
+def blocks_of(module: nn.Module, names: Sequence[str], why: str) -> list[nn.Module]:
+    """The parts of ``module`` whose class is named in ``names``, outer ones first; ConfigError that begins with ``why`` without any."""
+    found = [part for part in module.modules() if type(part).__name__ in names]
+    if not found:
+        asked = ", ".join(names) or "no class at all"
+        raise ConfigError(f"{why}, but {type(module).__name__} has no such block (looked for {asked}); turn it off")
+    return found
+
+
+def _refuse_running_statistics(block: nn.Module) -> None:
+    """ConfigError for a trained block whose batch norms a second forward would update twice."""
+    norms = (part for part in block.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.track_running_stats)
+    if any(p.requires_grad for norm in norms for p in norm.parameters()):
+        raise ConfigError(
+            f"train.checkpoint_blocks = True: a trained {type(block).__name__} has batch norms, whose running statistics a "
+            "recomputed forward would update twice; set checkpoint_blocks false, or freeze that tower"
+        )
 
 
 def host(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

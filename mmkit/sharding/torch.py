@@ -1,4 +1,4 @@
-"""PyTorch's own data parallelism: DDP (whole copies) and FSDP2 (parameters, gradients and moments cut by BLOCKS).
+"""PyTorch's own data parallelism: DDP (whole copies) and FSDP2 (parameters, gradients and moments cut block by block).
 
 In bf16 and fp16 the sharded weights stay fp32 and autocast makes half-precision copies for the products. Without
 ``checkpoint_blocks`` these copies live until backward: 2 bytes a parameter on every device.
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mmkit.config import BackendConfig, Precision, TrainConfig
 from mmkit.sharding.backend import Entry
 from mmkit.sharding.processes import Processes
-from mmkit.sharding.single import Filler, SingleBackend, move_buffers
+from mmkit.sharding.single import Filler, SingleBackend, blocks_of, move_buffers
 
 
 class CopiesBackend(Processes, SingleBackend):
@@ -64,9 +64,9 @@ class CutBackend(Processes, SingleBackend):
     def _wrap(self, module: nn.Module, blocks: Sequence[str], train: TrainConfig) -> nn.Module:
         mesh = init_device_mesh(self.device.type, (self.world,))
         policy = self.machine.offload(self.config.offload)
-        for part in reversed(list(module.modules())):  # inner units before those that hold them
-            if type(part).__name__ in blocks:
-                fully_shard(part, mesh=mesh, offload_policy=policy)
+        found = blocks_of(module, blocks, "backend.strategy = fsdp shards block by block")
+        for part in reversed(found):  # inner units before those that hold them
+            fully_shard(part, mesh=mesh, offload_policy=policy)
         fully_shard(module, mesh=mesh, offload_policy=policy)
         self._filler.fill(module)
         move_buffers(module, self.device)  # FSDP places parameters only

@@ -90,7 +90,7 @@ def assemble(run: RunConfig) -> TrainState:
         materialise(encoders, stored, "" if encoders is model else "encoders.")
     data, held_out = make_loaders(run, model, backend, frozen)
     wrapped = backend.prepare(
-        objective, factory, train=run.train, rules=parts.SHARDING, blocks=parts.BLOCKS, accumulation=run.accumulation,
+        objective, factory, train=run.train, rules=parts.SHARDING, blocks=model.blocks, accumulation=run.accumulation,
         weights=reader(stored),
     )  # fmt: skip
     wrapped.train()
@@ -106,7 +106,7 @@ def assemble(run: RunConfig) -> TrainState:
         run, backend, model, wrapped, data, Schedule(run.train.optimizer, total, watched=watched(run.train)), guard, checkpoints, total,
         accumulator(run, wrapped, objective, backend), stored, frozen, trained, tables, started_with,
         started_from=parent_export(run), components=parts.COMPONENTS,
-        blocks=parts.BLOCKS, held_out=held_out, precisions=[{"step": 0, "precision": run.train.precision}],
+        blocks=model.blocks, held_out=held_out, precisions=[{"step": 0, "precision": run.train.precision}],
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ HASHERS = 4  # threads of a process that hash tensors
 
 def build_model(run: RunConfig) -> tuple[nn.Module, dict[str, Stored], Any]:
     """The model this stage starts from with its weights still in files (`hollow`), where these are, and the model's file
-    (COMPONENTS, SHARDING, BLOCKS)."""
+    (COMPONENTS, SHARDING)."""
     from mmkit.models.pretrained import hollow
 
     model, stored = hollow(run.model, parent_export(run))
@@ -54,7 +54,7 @@ def materialise(module: nn.Module, stored: Mapping[str, Stored], prefix: str = "
 
 
 def model_file(run: RunConfig) -> Any:
-    """The file that holds the model's COMPONENTS, SHARDING and BLOCKS."""
+    """The file that holds the model's COMPONENTS and SHARDING."""
     from mmkit.models import clip, vlm
 
     return {"vlm": vlm, "clip": clip}[run.model.kind]

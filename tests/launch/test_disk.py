@@ -25,7 +25,7 @@ from mmkit.sharding.plan import GIB, Machine
 from tests.launch.test_preflight import llava_run
 from tests.training.tiny_run import sourced, tiny_run
 
-BIG = Machine("big", 1, 10_000 * GIB, 1e15)
+BIG = Machine("big", 1, 10_000 * GIB, dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e15))
 
 
 def free(monkeypatch, count):

@@ -19,7 +19,7 @@ from mmkit.config import ConfigError, load
 from mmkit.launch import launch as launching
 from mmkit.launch.launch import LaunchError, child_command, child_environment, evaluation_of, follow, is_worker, launch, read_metrics
 
-VARIABLES = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "PJRT_DEVICE", "MMKIT_WORKER", "TPU_NAME")
+VARIABLES = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "PJRT_DEVICE", "MMKIT_WORKER", "TPU_NAME")
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +71,10 @@ def test_several_machines_are_left_to_their_scheduler(tmp_path):
         ({"RANK": "0", "WORLD_SIZE": "2"}, True),
         ({"RANK": "0", "WORLD_SIZE": "1"}, False),  # a kernel in which one DeepSpeed process ran
         ({"RANK": "1"}, True),  # incomplete: training says what is missing
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, True),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, False),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, False),  # a batch script with -n 4: its tasks are not started yet
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, False),  # srun -n1 --pty bash
+        ({"WORLD_SIZE": "4"}, False), ({"LOCAL_RANK": "0"}, False),  # left by a library
         ({"MMKIT_WORKER": "1"}, True),
     ],
 )
@@ -172,6 +174,43 @@ def test_the_tree_below_a_child_is_ended(tmp_path):
     child.wait()
     assert not [each for each in grandchildren if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
     launching.end_tree(child.pid)  # safe to repeat
+
+
+LAUNCHER = """
+import sys
+from mmkit.config import load
+from mmkit.launch.launch import launch
+settings = {"root": sys.argv[1], "steps": 100000, "device_batch": 8, "backend.kind": "torch", "backend.processes": 2}
+launch(load("clip-vit-l-14-debug", "pretrain", settings))
+"""
+
+
+def test_no_training_process_outlives_a_launcher_killed_with_9(tmp_path):
+    """Torchrun and two ranks below it, which no signal of the launcher reaches any more; what was trained is saved."""
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path)], stdout=subprocess.DEVNULL)
+    below: list[psutil.Process] = []
+    try:
+        [metrics] = waited(lambda: list(tmp_path.rglob("metrics.jsonl")))
+        waited(metrics.read_text)
+        below = psutil.Process(launcher.pid).children(recursive=True)
+        launcher.kill()
+        launcher.wait()
+        assert len(below) >= 3
+        assert psutil.wait_procs(below, timeout=90)[1] == []
+        assert [path for path in tmp_path.rglob("step-*") if path.is_dir()], "the last checkpoint"
+    finally:
+        for process in [each for each in below if each.is_running()]:
+            process.kill()
+        launcher.kill()
+
+
+def waited(found, seconds: float = 120.0):
+    """What ``found`` returns once it is something."""
+    end = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
+    return value
 
 
 def test_a_dry_run_starts_nothing(tmp_path):

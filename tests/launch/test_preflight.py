@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 
 import pytest
@@ -24,7 +26,7 @@ from mmkit.launch.preflight import (
 from mmkit.sharding.plan import GIB, Machine, TooLargeError
 from tests.training.tiny_clip import clip_run, shards
 
-LAPTOP = Machine("laptop", 1, 16 * GIB, 1e11, shared=True)
+LAPTOP = Machine("laptop", 1, 16 * GIB, dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e11), shared=True)
 
 
 def test_a_debug_twin_is_counted_as_it_is_built():
@@ -125,15 +127,68 @@ def test_held_out_shards_beside_a_stream_are_looked_at_as_they_are_read(tmp_path
     assert [(row["examples"], row["training"]) for row in check_examples(run)] == [(1000, "ready"), (12, "ready")]
 
 
-def test_overview_says_what_fits_here():
-    small, large = overview(["8b-debug", "llava-7b"], "finetune")
+def test_overview_says_what_fits_here_each_model_at_a_stage_it_has():
+    small, large, clip = overview(["8b-debug", "llava-7b", "clip-vit-l-14"], "finetune")
     assert small["fits"] and large["parameters"] > 6.5e9 and large["meant for"]
+    assert (small["stage"], clip["stage"]) == ("finetune", "pretrain (it has no finetune)")
+    assert clip["trainable"] == clip["parameters"] > 4e8
+
+
+def test_a_stage_that_a_preset_lacks_is_refused_by_name_everywhere(capsys):
+    from mmkit.cli import main
+
+    message = "model 'clip-tiny' has no stage 'finetune'; its stages are pretrain, eval"
+    for ask in (plan_of, preflight):
+        with pytest.raises(ConfigError, match=message):
+            ask(load("clip-tiny", "finetune", {"dry_run": True}))
+    for command in (["plan"], ["train"], ["launch", "--slurm", "--dry-run"]):
+        assert main([*command, "--model", "clip-tiny", "--stage", "finetune"]) == 2
+        assert message in capsys.readouterr().err
+    assert plan_of(load("clip-tiny", "eval"), machine=LAPTOP).fits
+
+
+def test_the_demo_s_own_adapters_are_planned_as_training_makes_them():
+    """`q_proj$` of the preset: 30 layers with two thin matrices each, and as many for `v_proj$`."""
+    parts = {part.component: part for part in count(load("tiny", "finetune"))}
+    assert parts["language"].adapters == 30 * 16 * ((576 + 576) + (576 + 192)) and parts["language"].trained == 0
+    with pytest.raises(ConfigError, match="'q_prj' matches no linear layer"):
+        plan_of(load("tiny", "finetune", {"lora.targets": "[q_prj]"}), machine=LAPTOP)
+
+
+def test_modules_to_save_train_and_locked_towers_do_not():
+    head = load("8b-debug", "finetune", {"lora": {"rank": 4, "modules_to_save": ["lm_head"]}, "trainable": "[connector]"})
+    [language] = [part for part in count(head) if part.component == "language"]
+    architecture = head.model.language.architecture
+    assert language.trained == architecture["vocab_size"] * architecture["hidden_size"] and language.adapters > 0
+    parts = {part.component: part for part in count(load("clip-tiny", "pretrain"))}
+    assert 0 < parts["image"].trained < parts["image"].parameters / 2 and 0 < parts["text"].trained < parts["text"].parameters / 2
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_rows_of_a_plan_are_as_training_makes_them(pack):
+    """Positions and samples of the first batches, beside those that the loader gives."""
+    from mmkit.data.loader import loader
+    from mmkit.models.build import image_transforms, tokenizer
+
+    settings = {"buckets": "[64, 128, 256, 512]", "pack": pack, "max_images": 2, "global_batch": 4, "device_batch": 4}
+    run = load("8b-debug", "pretrain", settings)
+    planned = preflight(run, LAPTOP).plan
+    with loader(run.data, run.model, tokenizer(run.model), image_transforms(run.model), train=True, device_batch=4) as made:
+        batches = [next(made) for _ in range(12)]
+    positions = sum(batch.tensors["input_ids"].shape[1] for batch in batches) / 12
+    assert planned.row.positions == pytest.approx(positions, rel=0.1)
+    assert planned.row.samples == pytest.approx(sum(batch.n_samples for batch in batches) / 48, rel=0.1)
+    assert (planned.operations < dataclasses.replace(planned, row=None).operations) is (positions < run.data.max_length)
 
 
 def test_this_machine_is_measured_without_opening_an_accelerator(monkeypatch):
     monkeypatch.setattr(before, "nvidia_gpus", lambda: [])
     machine = this_machine(2)
     assert machine.shared and machine.devices == 2 and 0 < machine.memory == host_memory()
+    before.matmul_rate.cache_clear()
+    tried = functools.cache(functools.partial(before.matmul_rate.__wrapped__, seconds=0.05))
+    monkeypatch.setattr(before, "matmul_rate", tried)
+    assert 1e7 < machine.measured("fp32") < 1e15 and machine.measured("fp32") == machine.measured("fp32") == tried("fp32") / 2
     monkeypatch.setattr(before, "nvidia_gpus", lambda: [("Card", 80 * GIB)] * 4)
     assert not this_machine(4).shared and this_machine(4).memory == 80 * GIB
 

@@ -37,7 +37,7 @@ PUBLISHED = [
     "llava-13b",
     "clip-vit-l-14",
 ]
-BIG = Machine("big", 1, 10_000 * GIB, 1e15)
+BIG = Machine("big", 1, 10_000 * GIB, dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e15))
 TINY = {
     "model_type": "llama",
     "vocab_size": 300,

@@ -47,6 +47,22 @@ def test_the_saved_config_spreads_the_run_over_the_jobs_tasks(run, tmp_path):
     assert (spread.devices, spread.accumulation) == (384, 1)
 
 
+def test_modules_load_before_the_environment_and_both_may_read_unset_variables(run, tmp_path):
+    """The script itself runs, with stand-ins for the cluster's commands; conda's activate and many modules fail under `set -u`."""
+    activate = tmp_path / "activate"
+    activate.write_text('echo "activate$NOT_SET_ANYWHERE" >> $LOG\nexport PREFIX=there\n')
+    for name, text in {"module": 'echo "module $2" >> $LOG', "scontrol": "echo n1", "srun": 'echo "srun $PREFIX" >> $LOG'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    cluster = SlurmConfig(modules=("cuda/12", "nccl"), activate=str(activate))
+    script, _ = slurm.prepare(run, cluster, tmp_path / "job")
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "LOG": str(tmp_path / "log"), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    done = subprocess.run(["bash", str(script)], env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "log").read_text().splitlines() == ["module cuda/12", "module nccl", "activate", "srun there"]
+    assert "set -u" in script.read_text(encoding="utf8").splitlines()
+
+
 def test_ports_differ_between_jobs_by_default(tmp_path, run):
     script, _ = slurm.prepare(run, SlurmConfig(), tmp_path)
     assert "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))" in script.read_text(encoding="utf8")

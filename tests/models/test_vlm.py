@@ -12,7 +12,7 @@ from mmkit.config import VlmConfig
 from mmkit.letterbox import visible_slots
 from mmkit.models.generation import Chat, Sampling, generate, stream
 from mmkit.models.language import Places, load_language
-from mmkit.models.vlm import BLOCKS, COMPONENTS, VisionLanguageModel, check_batch, match, put, take
+from mmkit.models.vlm import COMPONENTS, VisionLanguageModel, check_batch, match, put, take
 
 ARCHITECTURE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -223,7 +223,7 @@ def test_a_wrapper_that_runs_hooks_again_in_backward_gives_the_same_gradients():
     model = model_of().train()
     batch = batch_of(model.config, *ROWS)
     want = gradients(model, batch)
-    apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ in BLOCKS)
+    apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ in model.blocks)
     got = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in gradients(model, batch).items()}
     for name in want:
         torch.testing.assert_close(got[name], want[name], atol=1e-6, rtol=1e-5, msg=name)

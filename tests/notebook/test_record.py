@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmkit.config import load
+from mmkit.config import changed, load
 from mmkit.notebook import demo as whole
 from mmkit.notebook.record import read_record, record
 from mmkit.notebook.run_view import gallery, trained_groups
@@ -53,9 +53,14 @@ def test_a_gallery_saves_and_shows(tmp_path):
 def test_groups_and_adapters_come_from_the_run_folder(tmp_path):
     run = a_run(tmp_path)
     assert trained_groups(SimpleNamespace(run=run, folder=tmp_path)) == []
-    tables = {"groups": [{"group": "connector", "lr": 1e-3}], "adapters": [{"layer": "language.q", "layers": 2, "trained": 8}]}
-    (tmp_path / "environment.json").write_text(json.dumps({"tables": tables}))
-    assert [row["group"] for row in trained_groups(SimpleNamespace(run=run, folder=tmp_path))] == ["connector", "adapter of language.q"]
+    groups = [{"group": "connector", "lr": 1e-3, "weight_decay": 0.0, "tensors": 3}]
+    groups += [{"group": f"language{end}", "lr": 2e-4, "weight_decay": decay, "tensors": 4} for end, decay in ((" (no decay)", 0.0), ("", 0.1))]
+    adapters = [{"component": "language", "layer": "language.q", "layers": 2, "trained": 8}]
+    (tmp_path / "environment.json").write_text(json.dumps({"tables": {"groups": groups, "adapters": adapters}}))
+    lora = changed(run, train__lora={"rank": 2}, train__trainable=["connector"])
+    *_, last = rows = trained_groups(SimpleNamespace(run=lora, folder=tmp_path))
+    assert last["group"].startswith("adapter of language.q") and (last["lr"], last["weight_decay"], last["tensors"]) == (2e-4, 0.1, 4)
+    assert len(rows) == 4 and {len(row) for row in rows} == {4}, "no blank cell"
 
 
 def test_tables_align_numbers_and_escape_text():

@@ -94,7 +94,7 @@ def settings(**changes) -> TrainConfig:
 def vlm_case(backend, device: str = "cpu", **changes) -> Case:
     """Everything but the encoders is trained."""
     from mmkit.models.language import load_language
-    from mmkit.models.vlm import BLOCKS, COMPONENTS, SHARDING, VisionLanguageModel
+    from mmkit.models.vlm import COMPONENTS, SHARDING, VisionLanguageModel
     from mmkit.training.loss import LanguageObjective
 
     torch.manual_seed(0)
@@ -104,7 +104,7 @@ def vlm_case(backend, device: str = "cpu", **changes) -> Case:
         if name.endswith(("query", "queries", "newline")) or "up_proj" in name:
             nn.init.normal_(p, std=0.3)
     objective = LanguageObjective(model, chunk=24, checkpoint=backend.checkpoint)
-    return Case(objective, SHARDING, BLOCKS, settings(**changes), COMPONENTS)
+    return Case(objective, SHARDING, model.blocks, settings(**changes), COMPONENTS)
 
 
 def lora_case(backend, **changes) -> Case:
@@ -136,12 +136,12 @@ def qlora_case(backend, **changes) -> Case:
 
 def clip_case(backend, **changes) -> Case:
     """Image and text tower, temperature included."""
-    from mmkit.models.clip import BLOCKS, COMPONENTS, SHARDING, ClipModel
+    from mmkit.models.clip import COMPONENTS, SHARDING, ClipModel
     from mmkit.training.contrastive import ContrastiveObjective
 
     torch.manual_seed(0)
     objective = ContrastiveObjective(ClipModel(CLIP), backend, ContrastiveConfig())
-    return Case(objective, SHARDING, BLOCKS, settings(**changes), COMPONENTS)
+    return Case(objective, SHARDING, objective.model.blocks, settings(**changes), COMPONENTS)
 
 
 CASES = {"vlm": vlm_case, "lora": lora_case, "qlora": qlora_case, "clip": clip_case}

@@ -9,7 +9,9 @@ import pytest
 from mmkit.config import ConfigError
 from mmkit.sharding.environment import expand_hosts, free_port, process_environment
 
-SLURM = {"SLURM_PROCID": "17", "SLURM_NTASKS": "32", "SLURM_JOB_NODELIST": "gpu[03-05,11]", "SLURM_JOB_ID": "4711"}
+SLURM = {
+    "SLURM_PROCID": "17", "SLURM_NTASKS": "32", "SLURM_STEP_NUM_TASKS": "32", "SLURM_JOB_NODELIST": "gpu[03-05,11]", "SLURM_JOB_ID": "4711",
+}  # fmt: skip
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -42,6 +44,12 @@ def test_nothing_set_is_one_process_with_a_free_port():
     alone = process_environment({})
     assert (alone.rank, alone.world, alone.address) == (0, 1, "127.0.0.1") and 0 < alone.port < 65536
     assert place({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == (0, 0, 1, "127.0.0.1")
+
+
+def test_a_batch_script_waits_for_no_tasks_and_a_step_counts_its_own():
+    assert place({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": ""}) == (0, 0, 1, "127.0.0.1")
+    assert place({**SLURM, "SLURM_STEP_NUM_TASKS": "1"})[2] == 1, "srun -n1 --pty in an allocation of 32"
+    assert place({**SLURM, "SLURM_NTASKS": "64"})[2] == 32
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import importlib
 import json
 import os
@@ -14,8 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from mmkit.config import ConfigError, LoraConfig, TrainConfig, changed, load
+from mmkit.config import ConfigError, LoraConfig, changed, load
 from mmkit.sharding.plan import (
+    FRACTIONS,
     GIB,
     Machine,
     Part,
@@ -31,7 +34,8 @@ from mmkit.sharding.plan import (
     state_needs,
 )  # fmt: skip
 
-LAPTOP = Machine("laptop", 1, 16 * GIB, 1e11, shared=True)
+RATES = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e11)
+LAPTOP = Machine("laptop", 1, 16 * GIB, RATES, shared=True)
 COMPONENTS = ((r"^connector\.", "connector"), (r"^language\.", "language"), (r"", "other"))
 
 
@@ -87,20 +91,24 @@ def test_weights_and_optimizer_are_within_a_tenth_of_the_bytes_a_backend_keeps(c
 def test_parts_are_counted_by_component_with_tied_weights_once():
     module = Toy()
     module.again = module.connector
-    parts = {part.component: part for part in count_parts(module, COMPONENTS, TrainConfig(trainable=("connector",)))}
+    trained = {name for name, _ in module.named_parameters() if name.startswith("connector.")}
+    parts = {part.component: part for part in count_parts(module, COMPONENTS, trained)}
     assert parts["connector"].parameters == parts["connector"].trained == 128 * 128 + 128
     assert parts["language"].trained == 0 and parts["language"].linear == 2 * 4 * 128 * 128
+    assert parts["language"].tables == 64 * 128
     assert parts["other"].linear == 0, "the head is not quantised"
     assert sum(part.parameters for part in parts.values()) == sum(p.numel() for p in module.parameters())
 
 
-@pytest.mark.parametrize("targets", [(), (r"language\.1",)])
-def test_adapters_are_counted_as_peft_makes_them(targets):
-    from mmkit.training.adapters import inject
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("targets", [(), (r"language\.1",), ("1",)])
+def test_adapters_are_counted_as_peft_makes_them(targets, dora):
+    from mmkit.training.adapters import inject, targets_of
 
-    lora = LoraConfig(rank=4, targets=targets)
+    lora = LoraConfig(rank=4, targets=targets, use_dora=dora)
     module = Toy()
-    parts = {part.component: part for part in count_parts(module, COMPONENTS, TrainConfig(trainable=(), lora=lora))}
+    adapted = targets_of(module, lora, COMPONENTS, module.head)
+    parts = {part.component: part for part in count_parts(module, COMPONENTS, (), adapted, lora)}
     inject(module, lora, COMPONENTS, module.head)
     made = sum(p.numel() for p in module.parameters() if p.requires_grad)
     assert parts["language"].adapters == made > 0
@@ -120,7 +128,7 @@ def test_quantised_weights_are_within_a_tenth_of_what_bitsandbytes_stores(bits):
     from mmkit.training.adapters import quantise
 
     module = Toy(512)
-    [part] = [part for part in count_parts(module, COMPONENTS, TrainConfig(trainable=())) if part.component == "language"]
+    [part] = [part for part in count_parts(module, COMPONENTS) if part.component == "language"]
     quantise(module.language, bits, torch.float32)
     stored = sum(p.numel() * p.element_size() for p in module.language.parameters())
     for layer in module.language.modules():
@@ -216,7 +224,7 @@ def test_processes_on_one_cpu_share_its_memory():
     run = a_run(global_batch=8)
     parts = (Part("language", 2 * 10**9),)
     one = make_plan(run, parts, LAPTOP)
-    four = make_plan(run, parts, Machine("laptop", 4, 16 * GIB, 1e11, shared=True))
+    four = make_plan(run, parts, Machine("laptop", 4, 16 * GIB, RATES, shared=True))
     assert one.fits and not four.fits
 
 
@@ -236,6 +244,73 @@ def test_sizes_and_times_are_written_for_people():
     assert size(3 * GIB) == "3.0 GiB" and size(2**20) == "1.0 MiB"
     assert [duration(s) for s in (0.5, 90, 600, 8000, 300000)] == ["0.5 s", "90 s", "10 min", "2.22 h", "3.47 days"]
     assert split_of(a_run(), 1).master == 0 and isinstance(make_plan(a_run(), (), LAPTOP), Plan)
+
+
+PUBLISHED = Path(__file__).resolve().parents[2] / "mmkit/figures/data"
+
+
+def rows_of(name: str) -> list[dict[str, str]]:
+    """The rows of a published table, without its comments."""
+    with (PUBLISHED / f"{name}.csv").open(encoding="utf8") as file:
+        return list(csv.DictReader(line for line in file if not line.startswith("#")))
+
+
+def reached(name: str, precision: str, samples_a_second: float) -> float:
+    """The fraction of an A100's peak that a published model reached, by the operations that a plan counts for it."""
+    plan_of = importlib.import_module("mmkit.launch.preflight").plan_of
+    settings = {"model.name": name, "precision": precision, "global_batch": 384, "device_batch": 1, "trainable": "[image, text, scale]"}
+    plan = plan_of(load("clip-vit-l-14", "pretrain", settings), device="a100-40gb", devices=384)
+    return plan.operations / 384 * samples_a_second / plan.machine.peak[precision]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_fractions_of_an_a100_are_those_of_the_published_speeds(precision):
+    long = {"bf16": "bfloat16", "fp16": "float16"}[precision]
+    speeds = {row["model"]: float(row["samples_per_s_per_gpu"]) for row in rows_of("laion_large_clip_speed") if row["precision"] == long}
+    found = [reached(f"ViT-{name.replace('/', '-')}", precision, speeds[name]) for name in ("H/14", "g/14")]
+    assert sum(found) / 2 == pytest.approx(FRACTIONS["clip", precision][0], rel=0.03)
+
+
+def test_a_published_run_that_no_fraction_was_taken_from_is_planned_within_a_quarter():
+    """LAION-400M's ViT-L/14: 12.8 billion samples on 400 A100 40GB, in half precision with recomputation."""
+    [row] = [row for row in rows_of("openclip_gpu_hours") if row["model"] == "ViT-L/14"]
+    devices, batch = int(row["gpus_a100_40gb"]), int(row["global_batch"])
+    settings = {"precision": "fp16", "global_batch": batch, "device_batch": int(row["batch_per_gpu"]), "processes": 4, "nodes": devices // 4}
+    plan_of = importlib.import_module("mmkit.launch.preflight").plan_of
+    run = load("clip-vit-l-14", "pretrain", settings | {"epochs": 1})
+    plan = plan_of(run, device="a100-40gb", devices=devices, samples=12_800_000_000)
+    assert plan.hours == pytest.approx(float(row["hours"]), rel=0.25)
+
+
+def test_the_published_vit_l_14_is_planned_within_a_quarter_of_its_days():
+    """32 billion samples at 27,862 a second on 384 A100 40GB in tf32: 13.3 days."""
+    plan_of = importlib.import_module("mmkit.launch.preflight").plan_of
+    plan = plan_of(load("clip-vit-l-14", "pretrain"), device="a100-40gb", devices=384, samples=200_000_000)
+    assert plan.hours == pytest.approx(32e9 / 27_862 / 3600, rel=0.25)
+    assert reached("ViT-L-14", "tf32", 27_862 / 384) == pytest.approx(FRACTIONS["clip", "tf32"][0], rel=0.03)
+    assert "tf32, as ViT-L/14 on 384 A100 40GB" in str(plan) and "not calibrated" not in str(plan)
+    other = plan_of(load("clip-vit-l-14", "pretrain"), device="h100-80gb", devices=384, samples=200_000_000)
+    assert "not calibrated for tf32 on H100 80GB" in str(other) and other.hours < plan.hours
+
+
+@pytest.mark.parametrize(("preset", "hours"), [("llava-7b", 3.5), ("llava-13b", 5.5)])
+def test_the_fraction_of_language_models_is_that_of_llava_s_pretraining(preset, hours):
+    """Rows there have about 600 positions: 576 of the picture and a caption."""
+    plan_of = importlib.import_module("mmkit.launch.preflight").plan_of
+    run = load(preset, "pretrain", {"max_length": 600, "checkpoint_blocks": True, "global_batch": 256, "device_batch": 32})
+    assert plan_of(run, device="a100-80gb", devices=8, samples=558_128).hours == pytest.approx(hours, rel=0.2)
+
+
+def test_a_rate_is_of_the_run_s_precision_and_one_measured_here_is_said_to_be():
+    parts = (Part("language", 10**9, trained=10**9, tables=10**8),)
+    plans = {name: make_plan(a_run(precision=name), parts, accelerator("a100-40gb")) for name in ("bf16", "tf32", "fp32")}
+    assert plans["bf16"].seconds_a_step < plans["tf32"].seconds_a_step < plans["fp32"].seconds_a_step
+    run = a_run(checkpoint_blocks=False)
+    assert make_plan(run, parts, LAPTOP).operations == run.train.global_batch * run.data.max_length * 6 * 9 * 10**8
+    here = dataclasses.replace(LAPTOP, peak={}, measured={"bf16": 1e12, "fp32": 0.0}.__getitem__)
+    told = str(make_plan(a_run(precision="bf16"), parts, here))
+    assert "of the 1,000 GFLOP/s of a bf16 product measured here" in told
+    assert "time:             not known" in str(make_plan(a_run(precision="fp32"), parts, here))
 
 
 def test_every_published_preset_can_be_planned():

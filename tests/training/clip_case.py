@@ -9,7 +9,7 @@ import torch
 from tiny_clip import ARCHITECTURE  # a script's own folder comes first on its path
 
 from mmkit.config import BackendConfig, ClipConfig, ContrastiveConfig, OptimizerConfig, TrainConfig
-from mmkit.models.clip import BLOCKS, COMPONENTS, SHARDING, build_clip
+from mmkit.models.clip import COMPONENTS, SHARDING, build_clip
 from mmkit.sharding.backend import create
 from mmkit.training.contrastive import ContrastiveObjective
 from mmkit.training.optim import optimizer_factory
@@ -29,7 +29,7 @@ def main():
     model = build_clip(ClipConfig(name="small", architecture=ARCHITECTURE))
     objective = ContrastiveObjective(model, backend, ContrastiveConfig())
     factory = optimizer_factory(model, COMPONENTS, OptimizerConfig(lr=1e-3, weight_decay=0.1))
-    wrapped = backend.prepare(objective, factory, train=TrainConfig(precision="fp32"), rules=SHARDING, blocks=BLOCKS)
+    wrapped = backend.prepare(objective, factory, train=TrainConfig(precision="fp32"), rules=SHARDING, blocks=model.blocks)
     mine = backend.shard({name: value.chunk(backend.world)[backend.rank] for name, value in batch().items()})
     found = {"norms": [], "encoded": [], "scale": [], "saved": []}
 
