@@ -185,6 +185,7 @@ class DataConfig(Settings):
     workers: int = Field(0, ge=0)  # processes that read and decode, for each training process; 0 = none
     cache_features: bool = False  # keep the features of frozen encoders on disk
     cache_dir: str | None = None  # None = $MMKIT_CACHE or ~/.cache/mmkit
+    too_long: Literal["drop", "truncate"] = "drop"  # what is longer than max_length: left out, or cut from the right; never counted as bad
     max_bad_share: float = Field(0.01, ge=0, le=1)  # stop when more than this share of records is bad
     resampled: bool = False  # tar shards drawn with replacement
     samples_per_epoch: int | None = Field(None, gt=0)  # virtual epoch; None = the data's size

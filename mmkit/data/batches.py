@@ -54,6 +54,7 @@ class Batch:
     sources: dict[str, int] = field(default_factory=dict)  # samples of each source
     examined: int = 0  # examples looked at since the batch before, usable or not
     shards: tuple[dict[str, Any], ...] = ()  # opened for this batch: `ShardIndex.row` and the source's name
+    truncated: int = 0  # samples whose end was cut off
 
 
 @dataclass(frozen=True)

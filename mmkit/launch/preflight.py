@@ -267,13 +267,16 @@ def check_examples(run: RunConfig, decode: int = 64) -> list[dict[str, Any]]:
 
 
 def source_rows(run: RunConfig, reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """One row a source: examples, how many were decoded whole, how many are bad, the first fault, what training will do."""
+    """One row a source: examples, how many were decoded whole, how many are bad, how many of those tokenised are longer than a row, the
+    first fault, what training will do."""
+    from mmkit.data.example import TOO_LONG
+
     rows = []
     for (config, use), report in zip(sources_of(run), reports, strict=True):
         row = {"source": config.name, "use": use, "format": config.format, "path": config.path, "examples": report.examples}
-        faults = [text for what in (*report.faults, *report.left_out) for text in report.shown[what]]
+        faults = [text for what in (*report.faults, *report.left_out) if what != TOO_LONG for text in report.shown[what]]
         first = next(iter([*report.refused.splitlines(), *faults]), "")
-        row |= {"opened": report.decoded, "bad": report.bad or int(bool(report.refused)), "first fault": first}
+        row |= {"opened": report.decoded, "bad": report.bad or int(bool(report.refused)), "too long": report.too_long[0], "first fault": first}
         rows.append(row | {"training": "would stop" if report.would_fail else "ready"})
     return rows
 
