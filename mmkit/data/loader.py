@@ -144,9 +144,9 @@ class Loader:
         seen; iterating on continues from the same position."""
         if self._batches is not None and self.plan.train and isinstance(self.plan.mixture, Mixture):
             self._tell_sources(self.plan.mixture)
-        if self._batches is not None and self.counts["too_long"]:
+        if self._batches is not None and self.plan.train and self.counts["too_long"]:
             parts = ", ".join(f"{count} {what}" for what, count in self.counts["too_long"].items())
-            log.info("process %d: of %d samples longer than data.max_length: %s", self.rank, self.counts["examined"], parts)
+            log.warning("process %d: longer than data.max_length of %d samples: %s", self.rank, self.counts["examined"], parts)
         self._batches = None
         if isinstance(self.builder, StreamBuilder):
             self.builder.close()
