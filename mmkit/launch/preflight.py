@@ -251,7 +251,9 @@ def data_rows(run: RunConfig) -> tuple[list[dict[str, Any]], int | None]:
 
 def sources_of(run: RunConfig) -> list[tuple[SourceConfig, str]]:
     """Every source of a run with what it is used for."""
-    return [*((source, TRAINING) for source in run.data.sources), *((source, VALIDATION) for source in run.data.validation)]
+    from mmkit.data.recipe import sources_of as trained_on
+
+    return [*((source, TRAINING) for source in trained_on(run.data)), *((source, VALIDATION) for source in run.data.validation)]
 
 
 def data_for(run: RunConfig, use: str) -> DataConfig:
@@ -336,13 +338,14 @@ def _judge(run: RunConfig, reports: list[Report]) -> None:
     """Judges the reports of `sources_of` by the samples an epoch takes of each, training and validation apart."""
     from mmkit.data.check import judge_together
     from mmkit.data.mixture import Mixture
+    from mmkit.data.recipe import sources_of as trained_on
 
     uses = [use for _, use in sources_of(run)]
     for use in dict.fromkeys(uses):
         mine, data = [report for report, its in zip(reports, uses, strict=True) if its == use], data_for(run, use)
         sizes = [report.examples for report in mine]
         try:  # a mixture of anything as long: it refuses what training's would
-            judge_together(mine, Mixture(data.sources, list(map(range, sizes)), data.samples_per_epoch).wanted if all(sizes) else sizes)
+            judge_together(mine, Mixture(trained_on(data), list(map(range, sizes)), data.samples_per_epoch).wanted if all(sizes) else sizes)
         except ConfigError as error:
             for report in mine:
                 report.refused, report.would_fail = report.refused or str(error), True

@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 
 from mmkit.config import ClipConfig, DataConfig, VlmConfig
-from mmkit.data.batches import attention_allowed
 from mmkit.data.boxes import Box, pixels
 from mmkit.data.example import Example, ImageRef, Region, Turn
 from mmkit.data.loader import loader
@@ -185,6 +184,16 @@ def reference_rows(found, model):
     """Each conversation in a row of its own, written with loops: list of (key -> (position, target) pairs as texts)."""
     single = list(make(found, {"max_length": 64}, model, train=False, device_batch=1))
     return {batch.keys[0]: row_facts(batch, 0)[batch.keys[0].split(",")[0]] for batch in single}
+
+
+def attention_allowed(tensors):
+    """(B, T, T) bool: query t may see key j. The rule of `mmkit.data.batches` in words, written once more."""
+    segments, branches = tensors["segments"], tensors["branches"]
+    place = torch.arange(segments.shape[1])
+    causal = place[:, None] >= place[None, :]
+    same = (segments[:, :, None] == segments[:, None, :]) & (segments[:, None, :] > 0)
+    open_branch = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
+    return (causal & same & open_branch) | torch.eye(segments.shape[1], dtype=torch.bool)
 
 
 def row_facts(batch, row):
