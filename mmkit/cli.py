@@ -406,7 +406,8 @@ def _check_file(options: argparse.Namespace) -> Report:
 
     run = run_of(options)
     config = SourceConfig(name=Path(options.file).name, format=options.format, path=options.file, images=options.images)
-    run = run.model_copy(update={"data": run.data.model_copy(update={"sources": (config,), "mixture": None, "validation": ()})})
+    data = run.data.model_copy(update={"sources": (config,), "mixture": None, "validation": ()})
+    run = run.model_copy(update={"data": data})
     return check_sources(run, options.decode)[0]
 
 

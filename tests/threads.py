@@ -1,4 +1,4 @@
-"""Runs a test on a given number of threads, so that what it compares to the bit does not hang on the machine's cores."""
+"""Runs a test on a given number of threads, so that what it compares does not hang on the machine's cores."""
 
 import contextlib
 from collections.abc import Iterator

@@ -90,8 +90,9 @@ class Box:
         """The same place of the picture in another frame; whole-number frames truncate and clamp."""
         if frame == self.frame:
             return self
-        # The quotient comes first, as in Ferret's training and evaluation: x * 1000 / width may round to the next whole number
-        # where x * (1000 / width) stays below it, and truncation then writes another coordinate than the weights have seen.
+        # The quotient comes first, as in Ferret's training and evaluation: x * 1000 / width may round to the
+        # next whole number where x * (1000 / width) stays below it, and then truncation writes what the
+        # weights have not seen.
         scale_x, scale_y = frame.width / self.frame.width, frame.height / self.frame.height
         xs = [(x - self.frame.left) * scale_x + frame.left for x in (self.x1, self.x2)]
         ys = [(y - self.frame.top) * scale_y + frame.top for y in (self.y1, self.y2)]

@@ -1,8 +1,9 @@
 """What is wrong with data, found before training by what training does: records read, paths tested, a sample decoded and tokenised.
 
-Faults make a sample unusable, notes do not. Training would fail where the share of faults exceeds the allowed one, where shards lack too
-much, or where nothing can be learned. A sample grows until it tells on which side of the allowed share the data lie. What is only too
-long is no fault: it is left out or truncated, as ``data.too_long`` says, and counted apart, as training counts it.
+Faults make a sample unusable, notes do not. Training would fail where the share of faults exceeds the allowed
+one, where shards lack too much, or where nothing can be learned. A sample grows until it tells on which side
+of the allowed share the data lie. What is only too long is no fault: ``data.too_long`` drops or truncates it,
+and it is counted apart, as in training.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Report:
     tokenised: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
-    left_out: dict[str, int] = field(default_factory=dict)  # by cause: samples of tar shards that are none of the records, and `TOO_LONG`
+    left_out: dict[str, int] = field(default_factory=dict)  # by cause: samples of shards that are no records, `TOO_LONG`
     shown: dict[str, list[str]] = field(default_factory=dict)
     lengths: dict[str, float] = field(default_factory=dict)  # tokens of a sample: least, median, 95%, most
     supervised: float = 0.0  # share of text and image tokens that carry loss
@@ -57,7 +58,7 @@ class Report:
 
     @property
     def too_long(self) -> tuple[int, float]:
-        """(samples found that are longer than a row, their share of those tokenised), whether left out or truncated."""
+        """(samples found that are longer than a row, their share of those tokenised), left out or truncated."""
         found = self.left_out.get(TOO_LONG, 0) + self.notes.get(TRUNCATED, 0)
         return found, found / max(self.tokenised, 1)
 
@@ -144,7 +145,7 @@ def opened(config: SourceConfig, data: DataConfig) -> tuple[Source, str]:
 def judge_together(reports: Sequence[Report], wanted: Sequence[int]) -> None:
     """Judges the sources of one mixture, of which an epoch takes ``wanted`` samples each: training counts faults over all of them."""
     share = sum(report.share * count for report, count in zip(reports, wanted, strict=True)) / max(sum(wanted), 1)
-    unused = sum(report.unused * count for report, count in zip(reports, wanted, strict=True)) / max(sum(wanted), 1)
+    unused = sum(one.unused * count for one, count in zip(reports, wanted, strict=True)) / max(sum(wanted), 1)
     for report in reports:
         report.judge(share, unused)
 
@@ -208,7 +209,8 @@ class _Check:
         return found > 0 and abs(share - allowed) <= DEVIATIONS * (allowed * (1 - allowed) / tried) ** 0.5
 
     def _passes(self, test: Callable[[int], None], index: int) -> bool:
-        """Whether a sample has no fault by this test; one that is left out for its length has none, but is looked at no further."""
+        """Whether a sample has no fault by this test. One left out for its length has none, and is looked at
+        no further."""
         try:
             test(index)
         except BadRecord as error:

@@ -5,11 +5,13 @@ picture is found by the hash of its content, so copies and renamed files share f
 and shared by all processes; a part appears under its name only when it is whole, one that is cut later is computed anew, and every
 row read has its checksum compared. The folder of all caches is bounded: the ones used longest ago make room, but none in use.
 
-Libraries choose kernels, and with them the order of sums, by the number of threads, the number of pictures in a forward and a picture's
-place among them. So features of one picture agree to a bound, not to the bit: within `BOUND` of the encoder's largest value in fp32 and
-`HALF_BOUND` in bf16, for any number of threads, any batch and any place. Measured at 1, 2 and 16 threads, 3.2e-6 was the most in fp32. A
-run fills its cache in forwards of as many pictures as its micro-batches have places (`training.feed`), the last one filled up: on one
-thread, training with the cache is then training without it to the bit where micro-batches have that many places.
+Libraries choose kernels, and with them the order of sums, by the number of threads, the number of pictures in
+a forward and a picture's place among them. So features of one picture agree to a bound, not to the bit:
+within `BOUND` of the encoder's largest value in fp32 and `HALF_BOUND` in bf16, for any number of threads, any
+batch and any place. Measured at 1, 2 and 16 threads, 3.2e-6 was the most in fp32. A run fills its cache in
+forwards of as many pictures as its micro-batches have places (`training.feed`), the last one filled up: on
+one thread, training with the cache is then training without it to the bit where micro-batches have that many
+places.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from mmkit.errors import InputError
 
 log = logging.getLogger(__name__)
 
-BOUND, HALF_BOUND = 1e-5, 2.0**-7  # of an encoder's largest value: features computed on other threads or beside other pictures
+BOUND, HALF_BOUND = 1e-5, 2.0**-7  # of an encoder's largest value, between features on other threads or in other batches
 PART_BYTES = 1 << 29  # a finished part is kept when the process is killed later
 IN_USE = "in-use"
 FREE_SHARE = 0.5  # of the disk's free space that caches may take by default
@@ -167,9 +169,10 @@ def precompute(
 ) -> FeatureCache:
     """The cache of ``source``'s pictures (anything with a length that gives examples), with what was missing computed.
 
-    ``encode`` maps a list of tensors (``batch``, 3, h, w), one an encoder, to their features; it runs without a graph. ``key`` tells the
-    encoders' weights apart. Several processes may call this at once: one computes, the others wait and read. Pictures that do not
-    decode are left out; the loader reports them. ConfigError for random transforms or where the cache would outgrow ``max_bytes``.
+    ``encode`` maps a list of tensors (``batch``, 3, h, w), one an encoder, to their features; it runs without
+    a graph. ``key`` tells the encoders' weights apart. Several processes may call this at once: one computes,
+    the others wait and read. Pictures that do not decode are left out; the loader reports them. ConfigError
+    for random transforms or where the cache would outgrow ``max_bytes``.
     """
     cache = _opened(key + preprocessing_hash(transforms), folder)
     refs = _pictures(source)
@@ -304,7 +307,8 @@ def _store(cache: FeatureCache, part: _Part, chunk, loaded, encode: Encode, batc
             cache.problems[ref.identity] = (result.message, result.reason)
     if not good:
         return
-    # Always whole batches: another number of pictures may take other kernels, whose sums differ in the last bits.
+    # Always whole batches: another number of pictures may take other kernels, with other sums in the last
+    # bits.
     rows = (good * -(-batch // len(good)))[:batch]
     stacked = [torch.stack(tensors) for tensors in zip(*(tensors for _, (tensors, _) in rows), strict=True)]
     with torch.no_grad():

@@ -108,7 +108,8 @@ class Loader:
         self.rank, self.world, self.device_batch, self.accumulation = rank, world, device_batch, accumulation
         self.workers, self.max_bad = workers, max_bad
         self.counts: dict[str, Any] = {"seen": 0, "examined": 0, "rows": 0, "tokens": 0, "positions": 0}
-        self.counts |= {"bad": Counter(), "too_long": Counter(), "sources": Counter()}  # too_long: dropped and truncated samples
+        # too_long counts dropped and truncated samples
+        self.counts |= {"bad": Counter(), "too_long": Counter(), "sources": Counter()}
         self._samples_named: list[Problem] = []
         self._long_told = False
         self._position = dict(plan.begin)
@@ -140,13 +141,14 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """Ends worker processes and says what the shards read lacked, how many samples were too long and how often each source was
-        seen; iterating on continues from the same position."""
+        """Ends worker processes and says what the shards read lacked, how many samples were too long and how
+        often each source was seen; iterating on continues from the same position."""
         if self._batches is not None and self.plan.train and isinstance(self.plan.mixture, Mixture):
             self._tell_sources(self.plan.mixture)
         if self._batches is not None and self.plan.train and self.counts["too_long"]:
             parts = ", ".join(f"{count} {what}" for what, count in self.counts["too_long"].items())
-            log.warning("process %d: longer than data.max_length of %d samples: %s", self.rank, self.counts["examined"], parts)
+            told = "process %d: longer than data.max_length of %d samples: %s"
+            log.warning(told, self.rank, self.counts["examined"], parts)
         self._batches = None
         if isinstance(self.builder, StreamBuilder):
             self.builder.close()
@@ -233,10 +235,12 @@ class Loader:
     def _note(self, problems: Sequence[Problem]) -> None:
         """Counts and logs what could not be used; ValueError above the allowed share of bad samples.
 
-        Bad is what is damaged, missing or says nothing to learn. A sample that is only longer than ``data.max_length`` is no damage:
-        it is counted apart and never stops a run, but a large share of them is told once, while training can still be stopped.
+        Bad is what is damaged, missing or has nothing to learn. A sample that is only longer than
+        ``data.max_length`` is no damage: it is counted apart and never stops a run, but a large share is told
+        once, while there is time to stop.
         """
-        examined, bad = self.counts["examined"], [problem for problem in problems if problem.reason != TOO_LONG]
+        examined = self.counts["examined"]
+        bad = [problem for problem in problems if problem.reason != TOO_LONG]
         for problem in problems:
             if problem.reason == TOO_LONG:
                 self.counts["too_long"]["dropped"] += problem.count
@@ -246,15 +250,16 @@ class Loader:
         dropped = self.counts["too_long"]["dropped"]
         if len(bad) < len(problems) and dropped > self.max_bad * max(examined, 100) and not self._long_told:
             self._long_told, last = True, next(p for p in reversed(problems) if p.reason == TOO_LONG)
-            log.warning("%d of %d samples are too long and left out; the last: %s %r: %s", dropped, examined, last.source, last.key, last.message)
+            told = "%d of %d samples are too long and left out; the last: %s %r: %s"
+            log.warning(told, dropped, examined, last.source, last.key, last.message)
         self._samples_named = [*self._samples_named, *bad][-5:]
         n_bad = self.counts["bad"].total()
         if bad and n_bad > self.max_bad * max(examined, 100):
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.counts["bad"].most_common())
             last = "; ".join(f"{p.source} {p.key!r}: {p.message}" for p in self._samples_named)
             raise InputError(
-                f"{n_bad} of {examined} samples cannot be used ({reasons}), more than data.max_bad_share {self.max_bad}. "
-                f"The last: {last}. Run `mmkit data check` on the source, repair it, or raise max_bad_share"
+                f"{n_bad} of {examined} samples cannot be used ({reasons}), more than data.max_bad_share "
+                f"{self.max_bad}. The last: {last}. Run `mmkit data check` on the source, repair it, or raise max_bad_share"
             )
 
     def _explained(self, error: Exception) -> Exception:

@@ -26,8 +26,8 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A tokenised example on its way into a row: its global number, pictures, the slots each picture takes, and how many tokens
-    were cut from its end."""
+    """A tokenised example on its way into a row: its global number, pictures, the slots each picture takes,
+    and how many tokens were cut from its end."""
 
     index: int
     encoded: Encoded
@@ -41,8 +41,9 @@ class Member:
         return len(self.encoded.ids) + sum(self.slots) - len(self.slots)
 
     def truncated(self, tokens: int) -> Member | None:
-        """The first ``tokens`` of it, labels, pictures and regions in step, as Cambrian-1's and LLaVA's collators cut a row once its
-        pictures stand in it; None where the cut falls inside a picture or leaves no supervised token."""
+        """The first ``tokens`` of it, labels, pictures and regions in step, as Cambrian-1's and LLaVA's
+        collators cut a row once its pictures stand in it; None where the cut falls inside a picture or leaves
+        no supervised token."""
         ids, pictures = self.encoded.ids, self.encoded.ids == IMAGE_TOKEN_INDEX
         width = np.ones(len(ids), dtype=np.int64)
         width[pictures] = self.slots
@@ -54,7 +55,8 @@ class Member:
         n_images, n_regions = int(pictures[:kept].sum()), int((ids[:kept] == REGION_TOKEN_INDEX).sum())
         encoded = Encoded(ids[:kept], self.encoded.trained[:kept], self.encoded.regions[:n_regions])
         cut = self.cut + self.length - int(width[:kept].sum())
-        return replace(self, encoded=encoded, images=self.images[:n_images], slots=self.slots[:n_images], cut=cut)
+        images, slots = self.images[:n_images], self.slots[:n_images]
+        return replace(self, encoded=encoded, images=images, slots=slots, cut=cut)
 
 
 @dataclass(frozen=True, eq=False)

@@ -101,7 +101,8 @@ class ConversationPlan(ExamplePlan):
         group = megabatch if train and data.group_by_length else 0
         super().__init__(mixture, seed=seed, train=train, by_image=data.share_image, megabatch=group)
         self.formatter, self.pack, self.slots = formatter, data.pack, Slots.of(model)
-        self.limits, self.truncate = Limits(data.max_length, data.max_images, data.max_regions), data.too_long == "truncate"
+        self.limits = Limits(data.max_length, data.max_images, data.max_regions)
+        self.truncate = data.too_long == "truncate"
         self.settings |= {name: int(getattr(data, name)) for name in ("pack", "max_length", "max_images", "max_regions")}
         if self.truncate:  # absent otherwise, so that positions saved before there was a choice stay valid
             self.settings["truncate"] = 1
@@ -171,21 +172,24 @@ class ConversationPlan(ExamplePlan):
     def fit(self, member: Member, example: Example) -> Member:
         """It as a row holds it: cut from the right where it is too long and ``data.too_long`` says truncate.
 
-        BadRecord where no row can hold it (`TOO_LONG` of those that are dropped) or the cut leaves nothing to learn.
+        BadRecord where no row can hold it (`TOO_LONG` where it is dropped) or the cut leaves nothing to
+        learn.
         """
         needed, limit = member.length, self.limits.tokens
         if needed > limit and not self.truncate:
-            remedy = "raise it, or set data.too_long to truncate"
             raise BadRecord(
-                f"needs {needed}, more than data.max_length {limit}; {remedy}", key=example.key, source=example.source, reason=TOO_LONG
-            )
+                f"needs {needed}, more than data.max_length {limit}; raise it, or set data.too_long to truncate",
+                key=example.key, source=example.source, reason=TOO_LONG,
+            )  # fmt: skip
         if needed > limit:
             whole, member = member, member.truncated(limit)
             # a picture behind the cut is gone, and with it what a region token before the cut would show
-            blind = member and any(example.regions[number].image >= len(member.slots) for number in member.encoded.regions)
+            shown = [example.regions[number].image for number in member.encoded.regions] if member else []
+            blind = max(shown, default=-1) >= len(member.slots if member else ())
             if member is None or blind:
                 raise BadRecord(
-                    f"nothing left to learn of its {whole.length} tokens when they are cut at data.max_length {limit}; raise it",
+                    f"nothing left to learn of its {whole.length} tokens when they are cut at data.max_length {limit}; "
+                    "raise it",
                     key=example.key, source=example.source, reason="nothing left to learn",
                 )  # fmt: skip
         for reason, needed, limit, setting in (
@@ -194,8 +198,9 @@ class ConversationPlan(ExamplePlan):
         ):
             if needed > limit:
                 raise BadRecord(
-                    f"needs {needed}, more than data.{setting} {limit}", key=example.key, source=example.source, reason=reason
-                )
+                    f"needs {needed}, more than data.{setting} {limit}",
+                    key=example.key, source=example.source, reason=reason,
+                )  # fmt: skip
         return member
 
     def _slots(self, ref: ImageRef, key: str, source: str) -> int:

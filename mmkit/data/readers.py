@@ -118,7 +118,8 @@ def open_validation(data: DataConfig) -> Mixture:
 
 def held_out(data: DataConfig) -> DataConfig:
     """The settings under which ``data.validation`` is read: as training data, but in one pass without repeats."""
-    return data.model_copy(update={"sources": data.validation, "mixture": None, "samples_per_epoch": None, "resampled": False})
+    sources = {"sources": data.validation, "mixture": None}
+    return data.model_copy(update=sources | {"samples_per_epoch": None, "resampled": False})
 
 
 def records_of(path: str | os.PathLike) -> Sequence[dict[str, Any]]:

@@ -20,11 +20,11 @@ def recipe(name: str) -> dict[str, Any]:
 
 
 def sources_of(data: DataConfig) -> tuple[SourceConfig, ...]:
-    """What a run trains on: ``data.sources``, or the sources of ``data.mixture`` with the files of ``data.mixture_root``.
+    """What a run trains on: ``data.sources``, or those of ``data.mixture`` with the files of ``data.mixture_root``.
 
-    The mixture's ``cap`` limits every source (the paper's threshold t). Where it has ``ratios``, categories get these
-    shares and inside a category sources keep their capped sizes; else sizes decide alone. ConfigError where both
-    settings name sources, or for a name that is not known.
+    The mixture's ``cap`` limits every source (the paper's threshold t). Where it has ``ratios``, categories
+    get these shares and inside a category sources keep their capped sizes; else sizes decide alone.
+    ConfigError where both settings name sources, or for a name that is not known.
     """
     if data.mixture is None:
         return data.sources
@@ -32,8 +32,8 @@ def sources_of(data: DataConfig) -> tuple[SourceConfig, ...]:
     if data.sources:
         names = ", ".join(source.name for source in data.sources[:3])
         raise ConfigError(
-            f"data.sources ({names}) and data.mixture {data.mixture!r} both say what to train on; set data.sources=[] "
-            "to train on the mixture, or leave data.mixture out"
+            f"data.sources ({names}) and data.mixture {data.mixture!r} both say what to train on; set "
+            "data.sources=[] to train on the mixture, or leave data.mixture out"
         )
     root = data.mixture_root.rstrip("/")
     sources = [

@@ -283,7 +283,7 @@ def _filtered(index: ShardIndex, files: dict[str, TarMember], filters: Sequence[
 
 
 def is_damage(cause: str) -> bool:
-    """Whether a counter of a shard counts towards ``data.max_bad_share``: not what a rule removed, nor a key that comes again."""
+    """Whether a counter of a shard counts as bad: not what a rule removed, nor a key that comes again."""
     return not cause.startswith(FILTERED) and cause != REPEATED
 
 

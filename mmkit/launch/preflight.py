@@ -253,7 +253,8 @@ def sources_of(run: RunConfig) -> list[tuple[SourceConfig, str]]:
     """Every source of a run with what it is used for."""
     from mmkit.data.recipe import sources_of as trained_on
 
-    return [*((source, TRAINING) for source in trained_on(run.data)), *((source, VALIDATION) for source in run.data.validation)]
+    training = [(source, TRAINING) for source in trained_on(run.data)]
+    return [*training, *((source, VALIDATION) for source in run.data.validation)]
 
 
 def data_for(run: RunConfig, use: str) -> DataConfig:
@@ -269,16 +270,18 @@ def check_examples(run: RunConfig, decode: int = 64) -> list[dict[str, Any]]:
 
 
 def source_rows(run: RunConfig, reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """One row a source: examples, how many were decoded whole, how many are bad, how many of those tokenised are longer than a row, the
-    first fault, what training will do."""
+    """One row a source: examples, how many were decoded whole, how many are bad, how many of those tokenised
+    are longer than a row, the first fault, what training will do."""
     from mmkit.data.example import TOO_LONG
 
     rows = []
     for (config, use), report in zip(sources_of(run), reports, strict=True):
         row = {"source": config.name, "use": use, "format": config.format, "path": config.path, "examples": report.examples}
-        faults = [text for what in (*report.faults, *report.left_out) if what != TOO_LONG for text in report.shown[what]]
+        causes = [what for what in (*report.faults, *report.left_out) if what != TOO_LONG]
+        faults = [text for what in causes for text in report.shown[what]]
         first = next(iter([*report.refused.splitlines(), *faults]), "")
-        row |= {"opened": report.decoded, "bad": report.bad or int(bool(report.refused)), "too long": report.too_long[0], "first fault": first}
+        row |= {"opened": report.decoded, "bad": report.bad or int(bool(report.refused))}
+        row |= {"too long": report.too_long[0], "first fault": first}
         rows.append(row | {"training": "would stop" if report.would_fail else "ready"})
     return rows
 
@@ -345,7 +348,8 @@ def _judge(run: RunConfig, reports: list[Report]) -> None:
         mine, data = [report for report, its in zip(reports, uses, strict=True) if its == use], data_for(run, use)
         sizes = [report.examples for report in mine]
         try:  # a mixture of anything as long: it refuses what training's would
-            judge_together(mine, Mixture(trained_on(data), list(map(range, sizes)), data.samples_per_epoch).wanted if all(sizes) else sizes)
+            whole = all(sizes) and Mixture(trained_on(data), list(map(range, sizes)), data.samples_per_epoch)
+            judge_together(mine, whole.wanted if whole else sizes)
         except ConfigError as error:
             for report in mine:
                 report.refused, report.would_fail = report.refused or str(error), True

@@ -68,7 +68,8 @@ def _caption(run: RunConfig, example: Example) -> tuple[Encoded, Any]:
 def lengths(run: RunConfig, mixture: Any, sample: int = 200) -> dict[str, list[int]]:
     """Tokens of up to ``sample`` conversations of each source, pictures counted with all their slots; unusable ones are left out."""
     if run.model.kind != "vlm":
-        return {config.name: [len(text.split()) for text in _captions(source, sample)] for config, source in zip(mixture.configs, mixture.sources, strict=True)}
+        named = zip(mixture.configs, mixture.sources, strict=True)
+        return {config.name: [len(text.split()) for text in _captions(source, sample)] for config, source in named}
     formatter, slots = formatter_of(run), run.model.n_image_tokens
     counted = {}
     for config, source in zip(mixture.configs, mixture.sources, strict=True):

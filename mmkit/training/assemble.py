@@ -132,7 +132,8 @@ def check(run: RunConfig) -> None:
 
         check_model(run.train.contrastive, architecture_of(run.model))
     if not sources_of(run.data):
-        raise ConfigError(f"data.sources of {run.preset!r} stage {run.stage!r} is empty; name at least one source, or a data.mixture")
+        which = f"data.sources of {run.preset!r} stage {run.stage!r}"
+        raise ConfigError(f"{which} is empty; name at least one source, or a data.mixture")
     if run.train.steps:
         check_lengths(run.train.optimizer, run.train.steps)
     _ = run.accumulation

@@ -12,7 +12,7 @@ UNIT = Frame("unit", 1.0, 1.0)
 
 
 def original_text(numbers, width, height):
-    """Coordinates as apple/ml-ferret writes them: clamped to the picture, times the quotient, cut to whole numbers."""
+    """Coordinates as apple/ml-ferret writes them: clamped, times the quotient, cut to whole numbers."""
     ratios = (1000 * 1.0 / width, 1000 * 1.0 / height)
     lasts = (width - 1, height - 1)
     written = [int(max(0, min(number, lasts[k % 2])) * ratios[k % 2]) for k, number in enumerate(numbers)]
@@ -21,7 +21,11 @@ def original_text(numbers, width, height):
 
 def test_coordinates_are_those_of_the_original_for_every_size():
     generator = random.Random(7)
-    assert Region("point", Box.point(33.3, 12.9, pixels(90, 45))).text == original_text((33.3, 12.9), 90, 45) == "[369, 286]"
+    assert (
+        Region("point", Box.point(33.3, 12.9, pixels(90, 45))).text
+        == original_text((33.3, 12.9), 90, 45)
+        == "[369, 286]"
+    )
     other_order = 0
     for _ in range(20_000):
         width, height = generator.randint(1, 2000), generator.randint(1, 2000)
@@ -44,9 +48,18 @@ def test_coordinates_are_read_back_as_the_original_reads_them():
     assert decode_boxes("cup [750, 0, 750, 999]", 36, 36)[1] == [(26, 0, 26, 35)]
     generator = random.Random(3)
     for _ in range(5000):
-        width, height, box = generator.randint(1, 2000), generator.randint(1, 2000), [generator.randint(0, 999) for _ in range(4)]
+        width, height, box = (
+            generator.randint(1, 2000),
+            generator.randint(1, 2000),
+            [generator.randint(0, 999) for _ in range(4)],
+        )
         ratio_w, ratio_h = width * 1.0 / 1000, height * 1.0 / 1000
-        expected = (int(box[0] * ratio_w), int(box[1] * ratio_h), int(box[2] * ratio_w), int(box[3] * ratio_h))
+        expected = (
+            int(box[0] * ratio_w),
+            int(box[1] * ratio_h),
+            int(box[2] * ratio_w),
+            int(box[3] * ratio_h),
+        )
         assert decode_boxes(f"a thing {box}", width, height)[1] == [expected]
 
 

@@ -1,4 +1,4 @@
-"""Whole runs with and without cached features: the same to the last bit on one thread, within the stated bound on any number."""
+"""Runs with and without cached features: the same to the bit on one thread, within the stated bound on any number."""
 
 import json
 import logging
@@ -35,16 +35,22 @@ def outcome(run):
 
 
 def assert_equal_with_and_without(run, folder, count=1):
-    """To the bit on one thread. On more, features of a picture may differ by the order of sums: then losses and gradients are near."""
+    """To the bit on one thread. On more, features may differ by the order of sums: losses and gradients are near."""
     plain = changed(run, name="plain", data__cache_features=False)
     kept = changed(run, name="kept", data__cache_features=True, data__cache_dir=str(folder / "kept"))
     with threads(count):
         rows, tensors = outcome(plain)
         cached_rows, cached_tensors = outcome(kept)
     assert len(list(Path(folder, "kept").rglob("features.0.bin"))) >= 1
-    assert len({loss for _, loss, _ in rows}) == len(rows) >= 3 and cached_tensors.keys() == tensors.keys() and tensors
+    assert (
+        len({loss for _, loss, _ in rows}) == len(rows) >= 3
+        and cached_tensors.keys() == tensors.keys()
+        and tensors
+    )
     if count > 1:
-        assert np.array(cached_rows) == pytest.approx(np.array(rows), rel=1e-3 if run.train.precision == "bf16" else 1e-5)
+        assert np.array(cached_rows) == pytest.approx(
+            np.array(rows), rel=1e-3 if run.train.precision == "bf16" else 1e-5
+        )
         return
     assert cached_rows == rows
     for name, entry in tensors.items():
@@ -97,11 +103,15 @@ def test_locked_towers(tmp_path, pairs, caplog, precision, accumulation, count):
 
 
 def published(preset: str):
-    """(a function of pictures to one tensor an encoder, the transforms) of a preset's frozen encoders, or of a locked image tower."""
+    """(pictures to one tensor an encoder, the transforms) of a preset's frozen encoders, or of a locked image tower."""
     torch.manual_seed(0)
     described = twins.lit() if preset == "lit" else config.load(preset, "finetune").model
     model = build(described, weights=preset in ("lit", "tiny")).eval()
-    encode = model.encode if described.kind == "vlm" else lambda images: [model({"image": images[0]}, mode="trunk")["image_features"]]
+    encode = (
+        model.encode
+        if described.kind == "vlm"
+        else lambda images: [model({"image": images[0]}, mode="trunk")["image_features"]]
+    )
     return encode, image_transforms(described)
 
 
@@ -110,13 +120,22 @@ def published(preset: str):
 def test_features_of_any_batch_and_place_on_any_threads_lie_within_the_bound(preset, precision, bound):
     encode, transforms = published(preset)
     noise = np.random.default_rng(0)
-    pictures = [Image.fromarray(noise.integers(0, 255, (9, 9, 3), dtype=np.uint8)).resize((160, 120)) for _ in range(16)]
+    pictures = [
+        Image.fromarray(noise.integers(0, 255, (9, 9, 3), dtype=np.uint8)).resize((160, 120))
+        for _ in range(16)
+    ]
     tensors = [torch.stack([transform(picture) for picture in pictures]) for transform in transforms]
     with torch.no_grad(), autocast(precision, torch.device("cpu")):
         whole = [grid.float() for grid in encode(tensors)]
         most = [grid.abs().max() for grid in whole]
         for count, size in product(COUNTS, (1, 3, 16)):
             with threads(count):
-                parts = [encode([one[place : place + size] for one in tensors]) for place in range(0, 16, size)]
+                parts = [
+                    encode([one[place : place + size] for one in tensors]) for place in range(0, 16, size)
+                ]
             for encoder, grids in enumerate(zip(*parts, strict=True)):
-                assert (torch.cat(grids).float() - whole[encoder]).abs().max() <= bound * most[encoder], (count, size, encoder)
+                assert (torch.cat(grids).float() - whole[encoder]).abs().max() <= bound * most[encoder], (
+                    count,
+                    size,
+                    encoder,
+                )

@@ -55,13 +55,22 @@ def test_fault_is_counted_and_named(tmp_path, record, fault, words):
 
 
 def test_a_record_longer_than_a_row_is_left_out_and_no_fault(tmp_path):
-    path = write(tmp_path, [{"id": 1, "conversations": [{"from": "human", "value": "word " * 900}, OK[1]]}], n_good=3)
+    path = write(
+        tmp_path, [{"id": 1, "conversations": [{"from": "human", "value": "word " * 900}, OK[1]]}], n_good=3
+    )
     formatter = Formatter(byte_bpe(False), "short")
-    report = check_file(path, str(tmp_path), data=DataConfig(max_length=600), model=vlm(), formatter=formatter)
+    report = check_file(
+        path, str(tmp_path), data=DataConfig(max_length=600), model=vlm(), formatter=formatter
+    )
     assert (report.faults, report.bad, report.left_out, report.would_fail) == ({}, 0, {"too long": 1}, False)
-    assert re.search("needs .*, more than data.max_length 600", report.shown["too long"][0]) and "left out: 1 too long" in report.summary()
+    assert (
+        re.search("needs .*, more than data.max_length 600", report.shown["too long"][0])
+        and "left out: 1 too long" in report.summary()
+    )
     cut = DataConfig(max_length=600, too_long="truncate")
-    report = check_file(path, str(tmp_path), data=cut, model=vlm(), formatter=formatter)  # the question alone fills the row
+    report = check_file(
+        path, str(tmp_path), data=cut, model=vlm(), formatter=formatter
+    )  # the question alone fills the row
     assert (report.faults, report.would_fail) == ({"nothing left to learn": 1}, True)
 
 

@@ -57,9 +57,13 @@ def test_categories_get_their_published_ratio_within_one_percent():
 
 def test_cap_is_the_threshold_of_one_source():
     configs = sources_of(DataConfig(mixture="cambrian_7m"))
-    assert {source.cap for source in configs} == {350_000} and sum(source.weight for source in configs) == pytest.approx(1)
+    assert {source.cap for source in configs} == {350_000} and sum(
+        source.weight for source in configs
+    ) == pytest.approx(1)
     weight = {source.name: source.weight for source in configs}
-    assert weight["OpenOrca"] / weight["MathInstruct"] == pytest.approx(350 / 262)  # 994k samples count as 350k
+    assert weight["OpenOrca"] / weight["MathInstruct"] == pytest.approx(
+        350 / 262
+    )  # 994k samples count as 350k
 
 
 def test_a_category_without_a_share_is_named():
@@ -84,12 +88,17 @@ def small_mixture(tmp_path, monkeypatch):
     params = tmp_path / "params"
     (params / "mixtures").mkdir(parents=True)
     rows = [("Low-Level Vision", "OCR", 4), ("B", "OCR", 4), ("C", "Math", 8)]
-    listed = "".join(f"  - {{name: {name}, category: {category}, samples: {n}}}\n" for name, category, n in rows)
+    listed = "".join(
+        f"  - {{name: {name}, category: {category}, samples: {n}}}\n" for name, category, n in rows
+    )
     text = f"name: small\ncap: 6\nratios: {{OCR: 30.0, Math: 10.0}}\nsources:\n{listed}"
     (params / "mixtures" / "small.yaml").write_text(text)
     for name, _, samples in rows[:2]:
         lines = [
-            {"id": f"{name}{k}", "conversations": [{"from": "human", "value": f"what {k}"}, {"from": "gpt", "value": "this"}]}
+            {
+                "id": f"{name}{k}",
+                "conversations": [{"from": "human", "value": f"what {k}"}, {"from": "gpt", "value": "this"}],
+            }
             for k in range(samples)
         ]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -104,35 +113,69 @@ def test_a_run_that_names_a_mixture_trains_on_its_sources(small_mixture):
     (small_mixture / "C.jsonl").write_text((small_mixture / "B.jsonl").read_text() * 2)
     run = config.load("8b-debug", "finetune", SMALL | {"data.mixture_root": str(small_mixture)})
     mixture = open_mixture(run.data)
-    assert [(row["source"], row["category"]) for row in mixture.lines()] == [("Low-Level Vision", "OCR"), ("B", "OCR"), ("C", "Math")]
-    assert [round(row["share"], 2) for row in mixture.lines()] == [0.36, 0.36, 0.29]  # of 14: 3/8, 3/8 and 2/8 in whole samples
+    assert [(row["source"], row["category"]) for row in mixture.lines()] == [
+        ("Low-Level Vision", "OCR"),
+        ("B", "OCR"),
+        ("C", "Math"),
+    ]
+    assert [round(row["share"], 2) for row in mixture.lines()] == [
+        0.36,
+        0.36,
+        0.29,
+    ]  # of 14: 3/8, 3/8 and 2/8 in whole samples
 
 
 def test_the_check_lists_every_source_and_says_which_is_missing(small_mixture, capsys):
     run = config.load("8b-debug", "finetune", SMALL | {"data.mixture_root": str(small_mixture)})
     rows = check_examples(run)
-    assert [row["source"] for row in rows] == ["Low-Level Vision", "B", "C"] and [row["examples"] for row in rows] == [4, 4, 0]
+    assert [row["source"] for row in rows] == ["Low-Level Vision", "B", "C"] and [
+        row["examples"] for row in rows
+    ] == [4, 4, 0]
     assert "C.jsonl" in rows[2]["first fault"] and [row["bad"] for row in rows] == [0, 0, 1]
-    words = ["data", "check", "--model", "8b-debug", "--stage", "finetune", "--set", "data.mixture=small", "data.sources=[]"]
+    words = [
+        "data",
+        "check",
+        "--model",
+        "8b-debug",
+        "--stage",
+        "finetune",
+        "--set",
+        "data.mixture=small",
+        "data.sources=[]",
+    ]
     assert cli.main([*words, f"data.mixture_root={small_mixture}"]) == 2
     assert "C.jsonl" in capsys.readouterr().out
 
 
 def test_sources_beside_a_mixture_are_refused():
-    with pytest.raises(ConfigError, match=r"data.sources \(cambrian_7m\) and data.mixture 'cambrian_7m' both say what to train on"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data.sources \(cambrian_7m\) and data.mixture 'cambrian_7m' both say what to train on",
+    ):
         open_mixture(config.load("8b", "finetune", {"data.mixture": "cambrian_7m"}).data)
 
 
 def test_held_out_sources_of_a_mixture_are_refused(small_mixture):
     held = json.dumps([{"name": "held", "format": "llava", "path": str(small_mixture / "B.jsonl")}])
-    settings = SMALL | {"data.mixture_root": str(small_mixture), "data.validation": held, "train.eval_every": 1}
+    settings = SMALL | {
+        "data.mixture_root": str(small_mixture),
+        "data.validation": held,
+        "train.eval_every": 1,
+    }
     run = config.load("8b-debug", "finetune", settings)
     with pytest.raises(ConfigError, match="is trained on too"):
         validation_check(run, tasks=False)
 
 
 def test_the_mixture_of_8b_names_its_files_below_the_root():
-    run = config.load("8b", "finetune", {"data.mixture": "cambrian_7m", "data.sources": "[]", "data.mixture_root": "/disk/cambrian/"})
+    run = config.load(
+        "8b",
+        "finetune",
+        {"data.mixture": "cambrian_7m", "data.sources": "[]", "data.mixture_root": "/disk/cambrian/"},
+    )
     sources = sources_of(run.data)
-    assert len(sources) == 65 and (sources[0].path, sources[0].images) == ("/disk/cambrian/DVQA.jsonl", "/disk/cambrian/images")
+    assert len(sources) == 65 and (sources[0].path, sources[0].images) == (
+        "/disk/cambrian/DVQA.jsonl",
+        "/disk/cambrian/images",
+    )
     assert Path(config.PARAMS, "mixtures", "cambrian_7m.yaml").is_file()

@@ -228,7 +228,9 @@ def test_duplicate_and_dotted_keys_are_counted(tmp_path):
     source = open_shards(source_config(tmp_path / "0.tar"), lenient())
     assert [source[i].key for i in range(len(source))] == ["a", "b", "a"]
     assert source.counts["duplicate key"] == 1 and source.counts["dotted key"] == 1
-    assert damage(source) == 1 / 4  # of four samples found the dotted one is lost; a key that comes again costs none
+    assert (
+        damage(source) == 1 / 4
+    )  # of four samples found the dotted one is lost; a key that comes again costs none
 
 
 def test_filters_remove_and_count_before_decoding(tmp_path):

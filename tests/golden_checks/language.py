@@ -82,14 +82,21 @@ def cambrian_llama_train(case: Case) -> None:
 
 
 def _rows_of_the_loader(case: Case, config: VlmConfig, sizes: list, length: int) -> None:
-    """The raw samples with a picture, cut and laid into rows by the kit's own loader code, are the original collator's rows."""
+    """Raw samples with a picture, laid into rows by the kit's own loader code, are the original collator's rows."""
     slots = Slots.of(config)
-    for b, (ids, labels) in enumerate(zip(_numbered(case, "in.sample.{}.input_ids"), _numbered(case, "in.sample.{}.labels"), strict=True)):
+    for b, (ids, labels) in enumerate(
+        zip(_numbered(case, "in.sample.{}.input_ids"), _numbered(case, "in.sample.{}.labels"), strict=True)
+    ):
         if not sizes[b]:
             continue
-        member = Member(b, Encoded(ids.numpy(), (labels != IGNORE_INDEX).numpy()), ("picture",), (slots.full,))
+        member = Member(
+            b, Encoded(ids.numpy(), (labels != IGNORE_INDEX).numpy()), ("picture",), (slots.full,)
+        )
         member = member if member.length <= length else member.truncated(length)
-        row = stack_rows([build_row((Item((member,)),), [[tuple(sizes[b][0].tolist())]], slots)], Shape(1, length, targets=length))
+        row = stack_rows(
+            [build_row((Item((member,)),), [[tuple(sizes[b][0].tolist())]], slots)],
+            Shape(1, length, targets=length),
+        )
         real = row["segments"][0] > 0
         text = row["input_ids"][0] != IMAGE_TOKEN_INDEX  # the original keeps -200 in the first slot only
         assert torch.equal(real, case["mid.collated.attention_mask"][b].bool())

@@ -89,7 +89,9 @@ def _check_ids(case, template, tokenizer, turns) -> int:
     assert ids == case["input_ids"], case["id"]
     assert trained.astype(int).tolist() == case["trained_mask"], case["id"]
     bos = len(ids) - len(encoded.ids)  # 1 where only the file's tokenizer adds it
-    _check_truncated(example, case["input_ids"][bos:], case["trained_mask"][bos:], Formatter(tokenizer, template))
+    _check_truncated(
+        example, case["input_ids"][bos:], case["trained_mask"][bos:], Formatter(tokenizer, template)
+    )
     return 1
 
 
@@ -102,13 +104,15 @@ SMALL = {
 
 
 def _check_truncated(example: Example, ids: list[int], trained_mask: list[int], formatter: Formatter) -> None:
-    """The row at every length, beside the original's ids and labels: a picture unfolded to its slots, then the list cut by a slice."""
+    """The row at every length beside the original's ids and labels, pictures unfolded to slots, cut by a slice."""
     slots, row = Slots.of(VlmConfig(**SMALL)), []
     for token, trained in zip(ids, trained_mask, strict=True):
         row += [(token, token if trained else -100)] * (slots.full if token == -200 else 1)
     for length in range(1, len(row) + 1):
         data = DataConfig(max_length=length, too_long="truncate")
-        plan = ConversationPlan(mixture_of([example]), data, VlmConfig(**SMALL), formatter, seed=0, train=False, megabatch=1)
+        plan = ConversationPlan(
+            mixture_of([example]), data, VlmConfig(**SMALL), formatter, seed=0, train=False, megabatch=1
+        )
         kept = row[:length]
         half_a_picture = sum(token == -200 for token, _ in kept) % slots.full
         if half_a_picture or all(label == -100 for _, label in kept):
