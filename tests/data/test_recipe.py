@@ -13,6 +13,7 @@ from mmkit.data.mixture import Mixture, iterate
 from mmkit.data.readers import open_mixture
 from mmkit.data.recipe import realised, recipe, sources_of, with_category_shares
 from mmkit.launch.preflight import check_examples
+from mmkit.launch.requirements import missing
 from mmkit.training.validation import check as validation_check
 
 
@@ -145,6 +146,17 @@ def test_the_check_lists_every_source_and_says_which_is_missing(small_mixture, c
     ]
     assert cli.main([*words, f"data.mixture_root={small_mixture}"]) == 2
     assert "C.jsonl" in capsys.readouterr().out
+
+
+def test_files_of_a_mixture_are_among_what_a_run_misses(small_mixture):
+    run = config.load("8b-debug", "finetune", SMALL | {"data.mixture_root": str(small_mixture)})
+    missed = [need.what for need in missing(run) if need.kind == "data"]
+    assert "data C" in missed and "data B" not in missed
+
+
+def test_a_root_without_a_mixture_is_refused():
+    with pytest.raises(ConfigError, match="data.mixture_root .* is read with data.mixture, which is not set"):
+        config.load("8b", "finetune", {"data.mixture_root": "/disk"})
 
 
 def test_sources_beside_a_mixture_are_refused():
