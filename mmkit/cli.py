@@ -408,8 +408,8 @@ def _check_file(options: argparse.Namespace) -> Report:
 
     run = run_of(options)
     config = SourceConfig(name=Path(options.file).name, format=options.format, path=options.file, images=options.images)
-    run = run.model_copy(update={"data": run.data.model_copy(update={"sources": (config,), "validation": ()})})
-    return check_sources(run, options.decode)[0]
+    data = run.data.model_copy(update={"sources": (config,), "mixture": None, "validation": ()})
+    return check_sources(run.model_copy(update={"data": data}), options.decode)[0]
 
 
 def _data_shards(options: argparse.Namespace) -> int:

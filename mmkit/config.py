@@ -174,6 +174,8 @@ class DataConfig(Settings):
     """Where examples come from and how they become batches."""
 
     sources: tuple[SourceConfig, ...] = ()  # what is trained on
+    mixture: str | None = None  # a file of params/mixtures, as cambrian_7m, in place of `sources`
+    mixture_root: str = "data"  # folder of its files: ROOT/NAME.jsonl, picture paths start from ROOT/images
     validation: tuple[SourceConfig, ...] = ()  # held-out sources of eval_loss, read whole every train.eval_every steps
     max_length: int = Field(2048, gt=0)  # tokens of one row, image slots included
     buckets: tuple[int, ...] = ()  # static row lengths; empty = only max_length
@@ -185,6 +187,7 @@ class DataConfig(Settings):
     workers: int = Field(0, ge=0)  # processes that read and decode, for each training process; 0 = none
     cache_features: bool = False  # keep the features of frozen encoders on disk
     cache_dir: str | None = None  # None = $MMKIT_CACHE or ~/.cache/mmkit
+    too_long: Literal["drop", "truncate"] = "drop"  # a conversation longer than max_length; never bad
     max_bad_share: float = Field(0.01, ge=0, le=1)  # stop when more than this share of records is bad
     resampled: bool = False  # tar shards drawn with replacement
     samples_per_epoch: int | None = Field(None, gt=0)  # virtual epoch; None = the data's size

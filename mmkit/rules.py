@@ -66,6 +66,9 @@ def check_vlm(model: VlmConfig) -> None:
 
 def check_read(run: RunConfig, paths: Iterable[tuple[str, ...]], source: str) -> None:
     """ConfigError for a setting given by hand, by its path, that ``run`` does not read. What a preset brings along may lie idle."""
+    paths = tuple(paths)
+    if ("data", "mixture_root") in paths and run.data.mixture is None:
+        raise ConfigError(f"data.mixture_root (from {source}) is read with data.mixture, which is not set; leave it out")
     for *above, name in (path for path in paths if path[-1] in READ_WITH):
         section, needs = functools.reduce(getattr, above, run), READ_WITH[name]
         value, has = getattr(section, name), {key: getattr(section, key) for key in needs}

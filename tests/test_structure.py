@@ -34,13 +34,6 @@ CAMBRIAN = "scorers of Cambrian's benchmarks that have no task yet"
 CLIP = "open_clip's collections: scored whole, beside the published values"
 CONTROLS = "results beside each other"
 TAKEN_BY_TESTS = {  # public names that no line of the kit uses yet -> what will; an entry goes when its name is used or deleted
-    "mmkit/data/batches.py attention_allowed": "the rule of attention, beside the masks that models make of it",
-    "mmkit/data/boxes.py UNIT": "boxes in fractions",
-    "mmkit/data/demo_words.py names_held_out": "the demo's split by concept",
-    "mmkit/data/recipe.py sources_of": "a setting that names a published mixture",
-    "mmkit/data/recipe.py category_shares": "a setting that names a published mixture",
-    "mmkit/data/regions.py encode_mask": "regions drawn by hand",
-    "mmkit/data/regions.py box_of_mask": "regions drawn by hand",
     "mmkit/evaluation/answers.py choice_letter": CAMBRIAN,
     "mmkit/evaluation/answers.py lenient_number": CAMBRIAN,
     "mmkit/evaluation/answers.py boxed_answers_differ": REGIONS,

@@ -54,6 +54,7 @@ class Batch:
     sources: dict[str, int] = field(default_factory=dict)  # samples of each source
     examined: int = 0  # examples looked at since the batch before, usable or not
     shards: tuple[dict[str, Any], ...] = ()  # opened for this batch: `ShardIndex.row` and the source's name
+    truncated: int = 0  # samples whose end was cut off
 
 
 @dataclass(frozen=True)
@@ -241,13 +242,3 @@ def counted(tensors: Mapping[str, Tensor]) -> tuple[int, int, int]:
     """(targets, real tokens, positions) of vlm tensors."""
     segments = tensors["segments"]
     return int((tensors["targets"] != IGNORE_INDEX).sum()), int((segments > 0).sum()), segments.numel()
-
-
-def attention_allowed(tensors: Mapping[str, Tensor]) -> Tensor:
-    """(B, T, T) bool: query t may see key j. The rule in words is in the module's docstring; models build their own form of it."""
-    segments, branches = tensors["segments"], tensors["branches"]
-    place = torch.arange(segments.shape[1])
-    causal = place[:, None] >= place[None, :]
-    same = (segments[:, :, None] == segments[:, None, :]) & (segments[:, None, :] > 0)
-    open_branch = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
-    return (causal & same & open_branch) | torch.eye(segments.shape[1], dtype=torch.bool)

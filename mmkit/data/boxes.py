@@ -28,9 +28,6 @@ class Frame:
     steps: int = 0
 
 
-UNIT = Frame("unit", 1.0, 1.0)
-
-
 def pixels(width: int, height: int) -> Frame:
     """Pixels of the original picture."""
     return Frame("pixels", width, height)
@@ -93,8 +90,12 @@ class Box:
         """The same place of the picture in another frame; whole-number frames truncate and clamp."""
         if frame == self.frame:
             return self
-        xs = [(x - self.frame.left) * frame.width / self.frame.width + frame.left for x in (self.x1, self.x2)]
-        ys = [(y - self.frame.top) * frame.height / self.frame.height + frame.top for y in (self.y1, self.y2)]
+        # The quotient comes first, as in Ferret's training and evaluation: x * 1000 / width may round to the
+        # next whole number where x * (1000 / width) stays below it, and then truncation writes what the
+        # weights have not seen.
+        scale_x, scale_y = frame.width / self.frame.width, frame.height / self.frame.height
+        xs = [(x - self.frame.left) * scale_x + frame.left for x in (self.x1, self.x2)]
+        ys = [(y - self.frame.top) * scale_y + frame.top for y in (self.y1, self.y2)]
         if frame.steps:
             xs, ys = ([min(max(int(value), 0), frame.steps - 1) for value in axis] for axis in (xs, ys))
         return Box(xs[0], ys[0], xs[1], ys[1], frame)

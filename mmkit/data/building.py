@@ -152,7 +152,10 @@ class VlmBuilder:
         n_targets, n_tokens, n_positions = counted(tensors)
         keys = [",".join(example.key for *_, examples in row for example in examples) for row in loaded]
         sources = Counter(self.mixture.source_name(member.index) for member in members)
-        return Batch(tensors, keys, n_targets, len(members), n_tokens, n_positions, max(task.epochs), tuple(problems), sources=dict(sources), examined=task.examined)
+        return Batch(
+            tensors, keys, n_targets, len(members), n_tokens, n_positions, max(task.epochs), tuple(problems),
+            sources=dict(sources), examined=task.examined, truncated=sum(member.cut > 0 for member in members),
+        )  # fmt: skip
 
     def load_row(self, row: Row, epoch: int, problems: list[Problem]) -> list[tuple[Item, list, list, list[Example]]]:
         """(item, pictures, sizes, examples) of each item whose pictures can be had; the others go to ``problems``."""
@@ -163,7 +166,8 @@ class VlmBuilder:
                 self.watch.at(member.index)
                 examples.append(drawn(self.mixture, member.index, self.seed, epoch, self.train))
             try:
-                found = [self.pictures.load(ref) for ref in examples[0].images]
+                whole = examples[0].images[: item.n_images]  # pictures behind a cut are not opened
+                found = [self.pictures.load(ref) for ref in whole]
                 for member, example in zip(item.members, examples, strict=True):
                     check_regions(example, member.encoded.regions, [size for _, size in found])
             except ImageError as error:

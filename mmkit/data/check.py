@@ -1,7 +1,9 @@
 """What is wrong with data, found before training by what training does: records read, paths tested, a sample decoded and tokenised.
 
-Faults make a sample unusable, notes do not. Training would fail where the share of faults exceeds the allowed one, where shards lack too
-much, or where nothing can be learned. A sample grows until it tells on which side of the allowed share the data lie.
+Faults make a sample unusable, notes do not. Training would fail where the share of faults exceeds the allowed
+one, where shards lack too much, or where nothing can be learned. A sample grows until it tells on which side
+of the allowed share the data lie. What is only too long is no fault: ``data.too_long`` drops or truncates it,
+and it is counted apart, as in training.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 
 from mmkit.config import ClipConfig, ConfigError, DataConfig, ModelConfig, SourceConfig, VlmConfig
 from mmkit.data.conversation import Formatter
-from mmkit.data.example import BadRecord, Example, ImageRef, checked, checked_pair
+from mmkit.data.example import TOO_LONG, BadRecord, Example, ImageRef, checked, checked_pair
 from mmkit.data.images import ImageError, image_size, open_image
 from mmkit.data.mixture import Mixture, Source
 from mmkit.data.readers import open_source
@@ -27,6 +29,7 @@ from mmkit.data.shards import ShardSource, inspect
 from mmkit.data.templates import TEMPLATES, Rendered, render
 
 SHOWN = 5  # examples named for each fault
+TRUNCATED = "longer than data.max_length, truncated"
 DECODED, TOKENISED = 200, 20_000  # samples taken evenly from the file, at first
 GROWTH, DEVIATIONS = 4, 2  # a sample is made larger while the share found is this near the allowed one
 
@@ -43,7 +46,7 @@ class Report:
     tokenised: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
-    left_out: dict[str, int] = field(default_factory=dict)  # samples of tar shards that are none of the records, by cause
+    left_out: dict[str, int] = field(default_factory=dict)  # by cause: samples of shards that are no records, `TOO_LONG`
     shown: dict[str, list[str]] = field(default_factory=dict)
     lengths: dict[str, float] = field(default_factory=dict)  # tokens of a sample: least, median, 95%, most
     supervised: float = 0.0  # share of text and image tokens that carry loss
@@ -53,10 +56,22 @@ class Report:
     refused: str = ""  # what training says when it is to open the source
     would_fail: bool = False  # training on this data would stop
 
-    def judge(self, share: float | None = None) -> None:
-        """Sets ``would_fail``, by the share of the mixture the source belongs to where that is given."""
-        share = self.share if share is None else share
-        self.would_fail = bool(self.refused) or not self.records or (self.share > 0 and (share > self.max_bad_share or share >= 1))
+    @property
+    def too_long(self) -> tuple[int, float]:
+        """(samples found that are longer than a row, their share of those tokenised), left out or truncated."""
+        found = self.left_out.get(TOO_LONG, 0) + self.notes.get(TRUNCATED, 0)
+        return found, found / max(self.tokenised, 1)
+
+    @property
+    def unused(self) -> float:
+        """Share of all samples that training would not see: bad ones, and those left out for their length."""
+        return 1 - (1 - self.share) * (1 - self.left_out.get(TOO_LONG, 0) / max(self.tokenised, 1))
+
+    def judge(self, share: float | None = None, unused: float | None = None) -> None:
+        """Sets ``would_fail``, by the shares of the mixture the source belongs to where they are given."""
+        share, unused = self.share if share is None else share, self.unused if unused is None else unused
+        too_bad = self.share > 0 and (share > self.max_bad_share or share >= 1)
+        self.would_fail = bool(self.refused) or not self.records or too_bad or unused >= 1
 
     def rows(self) -> list[dict[str, Any]]:
         """A table: kind (fault, left out or note), what, how many, examples."""
@@ -78,6 +93,8 @@ class Report:
         lines = [f"{self.name}: {self.records:,} records, {self.images:,} images, {self.bad:,} unusable{estimate} ({verdict})"]
         lines += ["  refused: " + self.refused.replace("\n", "\n  ")] if self.refused else []
         lines += [f"  {row['kind']}: {row['count']:,} {row['what']}: {row['examples']}" for row in self.rows()]
+        if self.too_long[0]:
+            lines.append(f"  longer than a row: {self.too_long[1]:.1%} of the samples tokenised")
         if self.lengths:
             sizes = ", ".join(f"{name} {value:g}" for name, value in self.lengths.items())
             lines.append(f"  tokens ({self.tokenised:,} samples): {sizes}; {self.supervised:.1%} supervised")
@@ -128,8 +145,9 @@ def opened(config: SourceConfig, data: DataConfig) -> tuple[Source, str]:
 def judge_together(reports: Sequence[Report], wanted: Sequence[int]) -> None:
     """Judges the sources of one mixture, of which an epoch takes ``wanted`` samples each: training counts faults over all of them."""
     share = sum(report.share * count for report, count in zip(reports, wanted, strict=True)) / max(sum(wanted), 1)
+    unused = sum(one.unused * count for one, count in zip(reports, wanted, strict=True)) / max(sum(wanted), 1)
     for report in reports:
-        report.judge(share)
+        report.judge(share, unused)
 
 
 class _Check:
@@ -191,14 +209,20 @@ class _Check:
         return found > 0 and abs(share - allowed) <= DEVIATIONS * (allowed * (1 - allowed) / tried) ** 0.5
 
     def _passes(self, test: Callable[[int], None], index: int) -> bool:
+        """Whether a sample has no fault by this test. One left out for its length has none, and is looked at
+        no further."""
         try:
             test(index)
         except BadRecord as error:
+            self.usable[index] = False
+            self._show(error.reason, f"{error.key}: {error.message}")
+            if error.reason == TOO_LONG:
+                self.report.left_out[TOO_LONG] = self.report.left_out.get(TOO_LONG, 0) + 1
+                return True
             self.report.bad += 1
             self.faults[error.reason] += 1
-            self._show(error.reason, f"{error.key}: {error.message}")
-            self.usable[index] = False
-        return bool(self.usable[index])
+            return False
+        return True
 
     def _look(self, index: int) -> None:
         example = self.source[index]
@@ -257,6 +281,8 @@ class _Check:
     def _finished(self) -> Report:
         report, lengths = self.report, self.use.lengths
         report.images, report.tokenised = len(self.sizes), len(lengths)
+        if self.use.truncated:
+            self.notes[TRUNCATED], self.shown[TRUNCATED] = len(self.use.truncated), self.use.truncated[:SHOWN]
         report.faults, report.notes, report.shown = dict(self.faults), dict(self.notes), dict(self.shown)
         if lengths:
             low, middle, high, most = np.percentile(lengths, [0, 50, 95, 100]).tolist()
@@ -274,7 +300,8 @@ class _AnyModel:
 
     def __init__(self, source: Source):
         self.source = source
-        self.lengths, self.trained = [], 0  # in tokens, of the samples tokenised
+        self.lengths, self.trained = [], 0  # in tokens, of the samples tokenised, before any is cut
+        self.truncated: list[str] = []  # keys of them
 
     def look(self, example: Example) -> Sequence[ImageRef]:
         """The pictures that training opens."""
@@ -334,7 +361,8 @@ class _Conversations(_AnyModel):
         member = self.plan.encode(index, example)
         self.lengths.append(member.length)
         self.trained += int(member.encoded.trained.sum())
-        self.plan.check_limits(member, example)
+        if self.plan.fit(member, example).cut:
+            self.truncated.append(example.key)
 
     def decode(self, index: int) -> None:
         from mmkit.data.packing import Item

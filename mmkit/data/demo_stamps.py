@@ -15,7 +15,8 @@ import numpy as np
 from PIL import Image
 
 from mmkit.data.demo_files import Asset, debian_package, region_row, row, write_split
-from mmkit.data.demo_words import concept, held_out, with_article, words
+from mmkit.data.demo_words import concept, held_out, names_held_out, with_article, words
+from mmkit.data.regions import box_of_mask, encode_mask
 
 LICENCE = "GPL-2"
 STAMPS = ("tuxpaint-stamps-default", "usr/share/tuxpaint/stamps")
@@ -85,7 +86,7 @@ def test_concepts(all_stamps: list[Stamp], seed: int) -> frozenset[str]:
 def by_split(all_stamps: list[Stamp], test: frozenset[str]) -> dict[str, list[Stamp]]:
     """Test: stamps of held-out concepts. Train: stamps whose caption names no held-out concept."""
     return {
-        "train": [stamp for stamp in all_stamps if test.isdisjoint(words(stamp.caption))],
+        "train": [stamp for stamp in all_stamps if not names_held_out(stamp.caption, test)],
         "test": [stamp for stamp in all_stamps if stamp.concept in test],
     }
 
@@ -184,26 +185,12 @@ def region_rows(key: str, name: str, objects: list[tuple[Stamp, np.ndarray]], ge
     """Two questions an object: what is it (box, or every third time the free-form mask), and where is it."""
     rows = []
     for place, (stamp, mask) in enumerate(objects):
-        box = mask_box(mask)
+        box = box_of_mask(mask)
         kind = generator.choice(("box", "box", "mask"))
-        region = region_row(kind, box, (SIDE, SIDE), run_lengths(mask))
+        region = region_row(kind, box, (SIDE, SIDE), encode_mask(mask))
         common = {"image": key, "concept": stamp.concept, "name": stamp.name, "category": stamp.label}
         what = [("user", "<image>\nwhat is <region>?"), ("assistant", stamp.name)]
         rows.append(row(f"{key}-what-{place}", [name], what, [region], type="refer", answer=stamp.name, **common))
         where = [("user", f"<image>\nwhere is {with_article(stamp.name)}?"), ("assistant", "<region>")]
         rows.append(row(f"{key}-where-{place}", [name], where, [region_row("box", box, (SIDE, SIDE))], type="ground", **common))
     return rows
-
-
-def mask_box(mask: np.ndarray) -> tuple[int, int, int, int]:
-    """The inclusive pixel box (x1, y1, x2, y2) of a mask's True pixels."""
-    ys, xs = np.where(mask)
-    return int(xs.min()), int(ys.min()), int(xs.max()), int(ys.max())
-
-
-def run_lengths(mask: np.ndarray) -> dict:
-    """COCO's uncompressed run lengths of a bool mask (H, W): column by column, the first run is of False."""
-    flat = mask.T.reshape(-1).astype(np.int8)
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], flat)))).tolist()
-    counts = np.diff([0, *edges, flat.size]).tolist()
-    return {"size": list(mask.shape), "counts": counts}

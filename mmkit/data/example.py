@@ -27,6 +27,7 @@ REGION_FEATURE = "<region_fea>"
 REGION_MARKER = re.compile(f"{re.escape(REGION)}|{re.escape(REGION_FEATURE)}")
 
 Role = Literal["system", "user", "assistant"]
+TOO_LONG = "too long"  # the one reason of a BadRecord that is no damage: `data.too_long` drops it, counted apart
 
 
 class BadRecord(InputError):

@@ -22,6 +22,7 @@ from mmkit.config import ClipConfig, ConfigError, DataConfig, ModelConfig, Sourc
 from mmkit.data.batches import Batch, Problem
 from mmkit.data.building import ClipBuilder, Pictures, Task, VlmBuilder, Watch
 from mmkit.data.conversation import Formatter
+from mmkit.data.example import TOO_LONG
 from mmkit.data.mixture import Mixture, Source
 from mmkit.data.planning import ConversationPlan, ExamplePlan
 from mmkit.data.recipe import realised
@@ -106,8 +107,11 @@ class Loader:
         self.plan, self.builder, self.watch = plan, builder, builder.watch
         self.rank, self.world, self.device_batch, self.accumulation = rank, world, device_batch, accumulation
         self.workers, self.max_bad = workers, max_bad
-        self.counts: dict[str, Any] = {"seen": 0, "examined": 0, "rows": 0, "tokens": 0, "positions": 0, "bad": Counter(), "sources": Counter()}
+        self.counts: dict[str, Any] = {"seen": 0, "examined": 0, "rows": 0, "tokens": 0, "positions": 0}
+        # too_long counts dropped and truncated samples
+        self.counts |= {"bad": Counter(), "too_long": Counter(), "sources": Counter()}
         self._samples_named: list[Problem] = []
+        self._long_told = False
         self._position = dict(plan.begin)
         self._batches: Iterator | None = None
         self.shards = ShardLog()
@@ -137,10 +141,14 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """Ends worker processes and says what the shards read lacked and how often each source was seen; iterating on continues from the
-        same position."""
+        """Ends worker processes and says what the shards read lacked, how many samples were too long and how
+        often each source was seen; iterating on continues from the same position."""
         if self._batches is not None and self.plan.train and isinstance(self.plan.mixture, Mixture):
             self._tell_sources(self.plan.mixture)
+        if self._batches is not None and self.plan.train and self.counts["too_long"]:
+            parts = ", ".join(f"{count} {what}" for what, count in self.counts["too_long"].items())
+            told = "process %d: longer than data.max_length of %d samples: %s"
+            log.warning(told, self.rank, self.counts["examined"], parts)
         self._batches = None
         if isinstance(self.builder, StreamBuilder):
             self.builder.close()
@@ -219,23 +227,39 @@ class Loader:
         self.counts["tokens"] += batch.n_tokens
         self.counts["positions"] += batch.n_positions
         self.counts["sources"].update(batch.sources)
+        if batch.truncated:
+            self.counts["too_long"]["truncated"] += batch.truncated
         self._note(batch.problems)
         self.shards.add(batch.shards, self.max_bad)
 
     def _note(self, problems: Sequence[Problem]) -> None:
-        """Counts and logs what could not be used; ValueError above the allowed share."""
+        """Counts and logs what could not be used; ValueError above the allowed share of bad samples.
+
+        Bad is what is damaged, missing or has nothing to learn. A sample that is only longer than
+        ``data.max_length`` is no damage: it is counted apart and never stops a run, but a large share is told
+        once, while there is time to stop.
+        """
+        examined = self.counts["examined"]
+        bad = [problem for problem in problems if problem.reason != TOO_LONG]
         for problem in problems:
+            if problem.reason == TOO_LONG:
+                self.counts["too_long"]["dropped"] += problem.count
+                continue
             self.counts["bad"][problem.reason] += problem.count
             log.warning("%s: sample %r left out: %s", problem.source, problem.key, problem.message)
-        self._samples_named = [*self._samples_named, *problems][-5:]
-        bad = self.counts["bad"].total()
-        examined = self.counts["examined"]
-        if problems and bad > self.max_bad * max(examined, 100):
+        dropped = self.counts["too_long"]["dropped"]
+        if len(bad) < len(problems) and dropped > self.max_bad * max(examined, 100) and not self._long_told:
+            self._long_told, last = True, next(p for p in reversed(problems) if p.reason == TOO_LONG)
+            told = "%d of %d samples are too long and left out; the last: %s %r: %s"
+            log.warning(told, dropped, examined, last.source, last.key, last.message)
+        self._samples_named = [*self._samples_named, *bad][-5:]
+        n_bad = self.counts["bad"].total()
+        if bad and n_bad > self.max_bad * max(examined, 100):
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.counts["bad"].most_common())
             last = "; ".join(f"{p.source} {p.key!r}: {p.message}" for p in self._samples_named)
             raise InputError(
-                f"{bad} of {examined} samples cannot be used ({reasons}), more than data.max_bad_share {self.max_bad}. "
-                f"The last: {last}. Run `mmkit data check` on the source, repair it, or raise max_bad_share"
+                f"{n_bad} of {examined} samples cannot be used ({reasons}), more than data.max_bad_share "
+                f"{self.max_bad}. The last: {last}. Run `mmkit data check` on the source, repair it, or raise max_bad_share"
             )
 
     def _explained(self, error: Exception) -> Exception:

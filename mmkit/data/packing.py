@@ -7,7 +7,7 @@ the rest of each conversation follows as a branch that sees the beginning and it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,17 +26,37 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A tokenised example on its way into a row: its global number, key, pictures and the slots each picture takes."""
+    """A tokenised example on its way into a row: its global number, pictures, the slots each picture takes,
+    and how many tokens were cut from its end."""
 
     index: int
     encoded: Encoded
     images: tuple[str, ...] = ()
     slots: tuple[int, ...] = ()
+    cut: int = 0
 
     @property
     def length(self) -> int:
         """Tokens in a row of its own."""
         return len(self.encoded.ids) + sum(self.slots) - len(self.slots)
+
+    def truncated(self, tokens: int) -> Member | None:
+        """The first ``tokens`` of it, labels, pictures and regions in step, as Cambrian-1's and LLaVA's
+        collators cut a row once its pictures stand in it; None where the cut falls inside a picture or leaves
+        no supervised token."""
+        ids, pictures = self.encoded.ids, self.encoded.ids == IMAGE_TOKEN_INDEX
+        width = np.ones(len(ids), dtype=np.int64)
+        width[pictures] = self.slots
+        ends = np.cumsum(width)
+        kept = int(np.searchsorted(ends, tokens, side="right"))
+        inside = kept < len(ids) and bool(pictures[kept]) and ends[kept] - width[kept] < tokens
+        if inside or not self.encoded.trained[:kept].any():
+            return None
+        n_images, n_regions = int(pictures[:kept].sum()), int((ids[:kept] == REGION_TOKEN_INDEX).sum())
+        encoded = Encoded(ids[:kept], self.encoded.trained[:kept], self.encoded.regions[:n_regions])
+        cut = self.cut + self.length - int(width[:kept].sum())
+        images, slots = self.images[:n_images], self.slots[:n_images]
+        return replace(self, encoded=encoded, images=images, slots=slots, cut=cut)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from mmkit.config import ConfigError, DataConfig, VlmConfig
 from mmkit.data.batches import N_TARGETS, Problem, Shape, Slots
 from mmkit.data.building import Task, drawn
 from mmkit.data.conversation import Formatter
-from mmkit.data.example import BadRecord, Example, ImageRef
+from mmkit.data.example import TOO_LONG, BadRecord, Example, ImageRef
 from mmkit.data.images import ImageError, image_size
 from mmkit.data.mixture import Mixture, Order
 from mmkit.data.packing import Item, Limits, Member, Row, bucket_size, first_fit, items_of, power_of_two, row_length
@@ -102,7 +102,10 @@ class ConversationPlan(ExamplePlan):
         super().__init__(mixture, seed=seed, train=train, by_image=data.share_image, megabatch=group)
         self.formatter, self.pack, self.slots = formatter, data.pack, Slots.of(model)
         self.limits = Limits(data.max_length, data.max_images, data.max_regions)
+        self.truncate = data.too_long == "truncate"
         self.settings |= {name: int(getattr(data, name)) for name in ("pack", "max_length", "max_images", "max_regions")}
+        if self.truncate:  # absent otherwise, so that positions saved before there was a choice stay valid
+            self.settings["truncate"] = 1
         self.buckets = row_buckets(data)
         self.has_regions = model.regions is not None
         if self.has_regions and not data.max_regions:
@@ -152,8 +155,7 @@ class ConversationPlan(ExamplePlan):
             return self._encoded[index]
         try:
             example = drawn(self.mixture, index, self.seed, epoch, self.train)
-            member = self.encode(index, example)
-            self.check_limits(member, example)
+            member = self.fit(self.encode(index, example), example)
         except BadRecord as error:
             self.problems.append(Problem(error.key, self.mixture.source_name(index), error.reason, error.message))
             return None
@@ -162,20 +164,44 @@ class ConversationPlan(ExamplePlan):
         return member
 
     def encode(self, index: int, example: Example) -> Member:
-        """A drawn example on its way into a row; BadRecord where it has nothing to learn from."""
+        """A drawn example in its full length; BadRecord where it has nothing to learn from."""
         encoded = self.formatter.encode(example)
         slots = tuple(self._slots(ref, example.key, example.source) for ref in example.images)
         return Member(index, encoded, tuple(ref.identity for ref in example.images), slots)
 
-    def check_limits(self, member: Member, example: Example) -> None:
-        """BadRecord where no row can hold it."""
+    def fit(self, member: Member, example: Example) -> Member:
+        """It as a row holds it: cut from the right where it is too long and ``data.too_long`` says truncate.
+
+        BadRecord where no row can hold it (`TOO_LONG` where it is dropped) or the cut leaves nothing to
+        learn.
+        """
+        needed, limit = member.length, self.limits.tokens
+        if needed > limit and not self.truncate:
+            raise BadRecord(
+                f"needs {needed}, more than data.max_length {limit}; raise it, or set data.too_long to truncate",
+                key=example.key, source=example.source, reason=TOO_LONG,
+            )  # fmt: skip
+        if needed > limit:
+            whole, member = member, member.truncated(limit)
+            # a picture behind the cut is gone, and with it what a region token before the cut would show
+            shown = [example.regions[number].image for number in member.encoded.regions] if member else []
+            blind = max(shown, default=-1) >= len(member.slots if member else ())
+            if member is None or blind:
+                raise BadRecord(
+                    f"nothing left to learn of its {whole.length} tokens when they are cut at data.max_length {limit}; "
+                    "raise it",
+                    key=example.key, source=example.source, reason="nothing left to learn",
+                )  # fmt: skip
         for reason, needed, limit, setting in (
-            ("too long", member.length, self.limits.tokens, "max_length"),
             ("too many images", len(member.slots), self.limits.images, "max_images"),
             ("too many regions", len(member.encoded.regions), self.limits.regions, "max_regions"),
         ):
             if needed > limit:
-                raise BadRecord(f"needs {needed}, more than data.{setting} {limit}", key=example.key, source=example.source, reason=reason)
+                raise BadRecord(
+                    f"needs {needed}, more than data.{setting} {limit}",
+                    key=example.key, source=example.source, reason=reason,
+                )  # fmt: skip
+        return member
 
     def _slots(self, ref: ImageRef, key: str, source: str) -> int:
         if not self.slots.crops:

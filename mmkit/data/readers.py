@@ -19,6 +19,7 @@ from mmkit.config import ConfigError, DataConfig, SourceConfig, nearest
 from mmkit.data.example import BadRecord, Example
 from mmkit.data.jsonl_index import JsonLines
 from mmkit.data.mixture import Mixture, Source, example_length
+from mmkit.data.recipe import sources_of
 from mmkit.data.record_facts import facts
 from mmkit.data.records import CAPTION_FIELDS, IMAGE_FIELDS, example_of, grit_example, images_of, key_of
 
@@ -103,7 +104,8 @@ def open_source(config: SourceConfig, data: DataConfig | None = None) -> Source:
 
 def open_mixture(data: DataConfig) -> Mixture:
     """All sources of a run as one."""
-    return Mixture(data.sources, [open_source(config, data) for config in data.sources], data.samples_per_epoch)
+    sources = sources_of(data)
+    return Mixture(sources, [open_source(config, data) for config in sources], data.samples_per_epoch)
 
 
 def open_validation(data: DataConfig) -> Mixture:
@@ -116,7 +118,8 @@ def open_validation(data: DataConfig) -> Mixture:
 
 def held_out(data: DataConfig) -> DataConfig:
     """The settings under which ``data.validation`` is read: as training data, but in one pass without repeats."""
-    return data.model_copy(update={"sources": data.validation, "samples_per_epoch": None, "resampled": False})
+    sources = {"sources": data.validation, "mixture": None}
+    return data.model_copy(update=sources | {"samples_per_epoch": None, "resampled": False})
 
 
 def records_of(path: str | os.PathLike) -> Sequence[dict[str, Any]]:

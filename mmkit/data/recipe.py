@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from mmkit.config import ConfigError, SourceConfig, nearest
+from mmkit.config import ConfigError, DataConfig, SourceConfig, nearest
 from mmkit.data.mixture import pool
 from mmkit.presets import params_files, read_mapping
 
@@ -20,27 +19,31 @@ def recipe(name: str) -> dict[str, Any]:
     return read_mapping(known[name][0])
 
 
-def sources_of(
-    name: str, folder: str, *, images: str | None = None, cap: int | None = None, ratios: bool = False, file: str = "{name}.jsonl"
-) -> tuple[SourceConfig, ...]:
-    """Config entries of a published mixture whose source files lie in ``folder`` as ``file`` says.
+def sources_of(data: DataConfig) -> tuple[SourceConfig, ...]:
+    """What a run trains on: ``data.sources``, or those of ``data.mixture`` with the files of ``data.mixture_root``.
 
-    ``cap`` limits every source (the paper's threshold t). With ``ratios`` the categories get their published shares, inside a
-    category sources keep their (capped) sizes; without, sizes decide alone.
+    The mixture's ``cap`` limits every source (the paper's threshold t). Where it has ``ratios``, categories
+    get these shares and inside a category sources keep their capped sizes; else sizes decide alone.
+    ConfigError where both settings name sources, or for a name that is not known.
     """
-    facts = recipe(name)
+    if data.mixture is None:
+        return data.sources
+    facts = recipe(data.mixture)
+    if data.sources:
+        names = ", ".join(source.name for source in data.sources[:3])
+        raise ConfigError(
+            f"data.sources ({names}) and data.mixture {data.mixture!r} both say what to train on; set "
+            "data.sources=[] to train on the mixture, or leave data.mixture out"
+        )
+    root = data.mixture_root.rstrip("/")
     sources = [
         SourceConfig(
-            name=row["name"],
-            format="llava",
-            path=str(Path(folder) / file.format(name=row["name"])),
-            images=images or folder,
-            cap=cap,
-            category=row["category"],
+            name=row["name"], format="llava", path=f"{root}/{row['name']}.jsonl", images=f"{root}/images",
+            cap=facts.get("cap"), category=row["category"],
         )
         for row in facts["sources"]
-    ]
-    if not ratios:
+    ]  # fmt: skip
+    if not facts.get("ratios"):
         return tuple(sources)
     return with_category_shares(sources, facts["ratios"], {row["name"]: row["samples"] for row in facts["sources"]})
 
@@ -74,11 +77,3 @@ def realised(mixture, counts: Mapping[str, int]) -> list[dict[str, Any]]:
         }
         for row in mixture.lines()
     ]
-
-
-def category_shares(rows: Sequence[Mapping[str, Any]], field: str = "realised") -> dict[str, float]:
-    """Shares of categories from rows of `realised` or `Mixture.lines`."""
-    out: Counter = Counter()
-    for row in rows:
-        out[row["category"]] += row[field]
-    return dict(out)

@@ -212,7 +212,8 @@ def point_in(box: Box, mask: Any, rng: np.random.Generator) -> Region:
     centre = np.array([(box.x1 + box.x2) / 2, (box.y1 + box.y2) / 2])
     if mask is not None and (pixels_of := np.argwhere(decode_mask(mask).T)).size:
         chosen = pixels_of[rng.permutation(len(pixels_of))[:MASK_PIXELS]]
-        x, y = chosen[np.abs(chosen - centre).sum(1).argmin()]
+        # squared distances from the whole-number centre, as the original
+        x, y = chosen[((chosen - centre.astype(int)) ** 2).sum(1).argmin()]
         return Region("point", Box.point(float(x), float(y), box.frame), mask)
     spread = POINT_NOISE * np.array([box.x2 - box.x1, box.y2 - box.y1])
     low, high = np.array([box.x1, box.y1]), np.array([box.x2, box.y2])

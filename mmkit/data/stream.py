@@ -36,7 +36,7 @@ from mmkit.data.mixture import wanted_counts
 from mmkit.data.shard_sizes import known_samples, known_sizes
 from mmkit.data.shards import ShardSource, check_extensions
 from mmkit.data.tar_files import expand
-from mmkit.data.tar_index import FILTERED, ShardIndex, index_of, opened_index, remember, remembered
+from mmkit.data.tar_index import ShardIndex, index_of, is_damage, opened_index, remember, remembered
 from mmkit.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -286,7 +286,7 @@ class StreamBuilder(ClipBuilder):
 
 def _problems(row: dict[str, Any]) -> list[Problem]:
     """What a shard just opened lacks, each cause once with its count; what rules removed is no problem."""
-    bad = {cause: n for cause, n in row.items() if cause not in _PLAIN and not cause.startswith(FILTERED)}
+    bad = {cause: n for cause, n in row.items() if cause not in _PLAIN and is_damage(cause)}
     texts = {cause: f"{n} of {row['samples']} samples: {cause}" for cause, n in bad.items()}
     return [Problem(row["shard"], row["source"], cause, row["message"] or texts[cause], n) for cause, n in bad.items()]
 

@@ -47,6 +47,7 @@ OPERATIONS: dict[str, Callable[[Any, Any], bool]] = {
 }
 # Counters that are not damage: what a rule removes is removed on purpose.
 FILTERED = "filter "
+REPEATED = "duplicate key"  # the sample is used all the same
 WHOLE = ("truncated tar", "damaged tar", "absent shard", "unreadable shard")  # counters of shards, not of samples
 SUSPECT_SECONDS = 60.0
 
@@ -102,7 +103,7 @@ class ShardIndex:
     @property
     def bad(self) -> int:
         """Samples that damage has cost; what filters removed does not count."""
-        return sum(n for cause, n in self.counts.items() if cause != "samples" and not cause.startswith(FILTERED))
+        return sum(n for cause, n in self.counts.items() if cause != "samples" and is_damage(cause))
 
     def read(self, i: int) -> tuple[bytes, str, dict[str, Any]]:
         """Picture, caption and metadata of sample ``i``, by one read where they lie side by side (they do, but for strange tars)."""
@@ -248,7 +249,7 @@ def _samples(url: str, index: ShardIndex) -> Iterator[tuple[str, dict[str, TarMe
                 if files:
                     yield key, files
                 if this in seen:
-                    index.counts["duplicate key"] += 1
+                    index.counts[REPEATED] += 1
                 seen.add(this)
                 key, files = this, {}
             files[extension] = member
@@ -279,6 +280,11 @@ def _filtered(index: ShardIndex, files: dict[str, TarMember], filters: Sequence[
         return "bad json"
     index.missing.update(title(rule) for rule in filters if _compared(rule, meta) is None)
     return next((f"{FILTERED}{title(rule)}" for rule in filters if not keeps(rule, meta)), "")
+
+
+def is_damage(cause: str) -> bool:
+    """Whether a counter of a shard counts as bad: not what a rule removed, nor a key that comes again."""
+    return not cause.startswith(FILTERED) and cause != REPEATED
 
 
 def title(rule: FilterRule) -> str:

@@ -122,7 +122,9 @@ def decode_boxes(text: str, width: int, height: int, grid: int = 1000) -> tuple[
             x1, y1, x2, y2 = (int(part) for part in parts)
         except ValueError:
             raise InputError(f"[{match.group(1)}] is not a box of four whole numbers") from None
-        boxes.append(tuple(int(c * s / grid) for c, s in zip((x1, y1, x2, y2), (width, height) * 2, strict=True)))
+        # the quotient first, as the original decodes: 750 on a side of 36 pixels is 26, not 27
+        sides = zip((x1, y1, x2, y2), (width, height) * 2, strict=True)
+        boxes.append(tuple(int(c * (side / grid)) for c, side in sides))
         entities.append(_entity_before(text[start : match.start()]))
         start = match.end()
     return entities, boxes

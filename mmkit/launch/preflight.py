@@ -361,7 +361,10 @@ def row_of(run: RunConfig) -> Row | None:
 
 def sources_of(run: RunConfig) -> list[tuple[SourceConfig, str]]:
     """Every source of a run with what it is used for."""
-    return [*((source, TRAINING) for source in run.data.sources), *((source, VALIDATION) for source in run.data.validation)]
+    from mmkit.data.recipe import sources_of as trained_on
+
+    training = [(source, TRAINING) for source in trained_on(run.data)]
+    return [*training, *((source, VALIDATION) for source in run.data.validation)]
 
 
 def data_for(run: RunConfig, use: str) -> DataConfig:
@@ -377,13 +380,18 @@ def check_examples(run: RunConfig, decode: int = 64) -> list[dict[str, Any]]:
 
 
 def source_rows(run: RunConfig, reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """One row a source: examples, how many were decoded whole, how many are bad, the first fault, what training will do."""
+    """One row a source: examples, how many were decoded whole, how many are bad, how many of those tokenised
+    are longer than a row, the first fault, what training will do."""
+    from mmkit.data.example import TOO_LONG
+
     rows = []
     for (config, use), report in zip(sources_of(run), reports, strict=True):
         row = {"source": config.name, "use": use, "format": config.format, "path": config.path, "examples": report.examples}
-        faults = [text for what in (*report.faults, *report.left_out) for text in report.shown[what]]
+        causes = [what for what in (*report.faults, *report.left_out) if what != TOO_LONG]
+        faults = [text for what in causes for text in report.shown[what]]
         first = next(iter([*report.refused.splitlines(), *faults]), "")
-        row |= {"opened": report.decoded, "bad": report.bad or int(bool(report.refused)), "first fault": first}
+        row |= {"opened": report.decoded, "bad": report.bad or int(bool(report.refused))}
+        row |= {"too long": report.too_long[0], "first fault": first}
         rows.append(row | {"training": "would stop" if report.would_fail else "ready"})
     return rows
 
@@ -443,13 +451,15 @@ def _judge(run: RunConfig, reports: list[Report]) -> None:
     """Judges the reports of `sources_of` by the samples an epoch takes of each, training and validation apart."""
     from mmkit.data.check import judge_together
     from mmkit.data.mixture import Mixture
+    from mmkit.data.recipe import sources_of as trained_on
 
     uses = [use for _, use in sources_of(run)]
     for use in dict.fromkeys(uses):
         mine, data = [report for report, its in zip(reports, uses, strict=True) if its == use], data_for(run, use)
         sizes = [report.examples for report in mine]
         try:  # a mixture of anything as long: it refuses what training's would
-            judge_together(mine, Mixture(data.sources, list(map(range, sizes)), data.samples_per_epoch).wanted if all(sizes) else sizes)
+            whole = all(sizes) and Mixture(trained_on(data), list(map(range, sizes)), data.samples_per_epoch)
+            judge_together(mine, whole.wanted if whole else sizes)
         except ConfigError as error:
             for report in mine:
                 report.refused, report.would_fail = report.refused or str(error), True

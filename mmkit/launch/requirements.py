@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mmkit.config import ConfigError, RunConfig, SourceConfig, load
+from mmkit.data.recipe import sources_of
 from mmkit.errors import InputError
 from mmkit.launch.disk import disk_of, disk_rows, free_bytes, gb, shown_free
 from mmkit.launch.known import DATA, GRIT, PICTURES, WEIGHTS, Published
@@ -247,7 +248,7 @@ def _open_clip(name: str, weights: str, command: str) -> Iterator[Requirement]:
 
 
 def _data(run: RunConfig, command: str) -> Iterator[Requirement]:
-    for source in (*run.data.sources, *run.data.validation) if run.stage != "eval" else ():
+    for source in (*sources_of(run.data), *run.data.validation) if run.stage != "eval" else ():
         looks = {"pack": _pack, "webdataset": _shards}
         yield from looks.get(source.format, _file)(source, command)
     for task in run.evaluation.tasks if run.stage == "eval" else ():

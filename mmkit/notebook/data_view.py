@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -69,10 +68,11 @@ def _caption(run: RunConfig, example: Example) -> tuple[Encoded, Any]:
 def lengths(run: RunConfig, mixture: Any, sample: int = 200) -> dict[str, list[int]]:
     """Tokens of up to ``sample`` conversations of each source, pictures counted with all their slots; unusable ones are left out."""
     if run.model.kind != "vlm":
-        return {config.name: [len(text.split()) for text in _captions(source, sample)] for config, source in _named(run, mixture)}
+        named = zip(mixture.configs, mixture.sources, strict=True)
+        return {config.name: [len(text.split()) for text in _captions(source, sample)] for config, source in named}
     formatter, slots = formatter_of(run), run.model.n_image_tokens
     counted = {}
-    for config, source in _named(run, mixture):
+    for config, source in zip(mixture.configs, mixture.sources, strict=True):
         step = max(len(source) // sample, 1)
         counted[config.name] = [length for place in range(0, len(source), step) if (length := _length(formatter, source[place], slots))][
             :sample
@@ -108,10 +108,6 @@ def drawn_rows(run: RunConfig, mixture: Any, samples: int = 10_000) -> list[dict
     grouped = run.train.global_batch if run.data.group_by_length else 0
     order = mixture.order(run.seed, 0, by_image=run.data.share_image, megabatch=grouped)
     return realised(mixture, Counter(mixture.source_name(index) for index in islice(iterate(mixture, order), samples)))
-
-
-def _named(run: RunConfig, mixture: Any) -> Sequence[tuple[Any, Any]]:
-    return list(zip(run.data.sources, mixture.sources, strict=True))
 
 
 def _captions(source: Any, sample: int) -> list[str]:

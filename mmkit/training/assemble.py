@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from mmkit.config import ClipConfig, ConfigError, RunConfig
+from mmkit.data.recipe import sources_of
 from mmkit.sharding.backend import Backend, create
 from mmkit.training.checkpoint import Checkpoints
 from mmkit.training.contrastive import ContrastiveObjective, check_model
@@ -130,8 +131,9 @@ def check(run: RunConfig) -> None:
         from mmkit.models.clip import architecture_of
 
         check_model(run.train.contrastive, architecture_of(run.model))
-    if not run.data.sources:
-        raise ConfigError(f"data.sources of {run.preset!r} stage {run.stage!r} is empty; name at least one source")
+    if not sources_of(run.data):
+        which = f"data.sources of {run.preset!r} stage {run.stage!r}"
+        raise ConfigError(f"{which} is empty; name at least one source, or a data.mixture")
     if run.train.steps:
         check_lengths(run.train.optimizer, run.train.steps)
     _ = run.accumulation

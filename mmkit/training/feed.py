@@ -16,6 +16,8 @@ from mmkit.sharding.backend import Backend, autocast
 
 log = logging.getLogger(__name__)
 
+MOST_PICTURES, MOST_TEXTS = 64, 256  # of one forward that fills a cache: with more, kernels stay, memory grows
+
 
 def make_loaders(run: RunConfig, model: nn.Module, backend: Backend, frozen: dict[str, Any]) -> tuple[Any, Any]:
     """The training data and the held-out data (None where nothing is measured on any), cut for this process, in batches of one size.
@@ -51,8 +53,9 @@ def make_loaders(run: RunConfig, model: nn.Module, backend: Backend, frozen: dic
 def cached_features(run: RunConfig, model: nn.Module, source, transforms, words, frozen) -> dict[str, Any]:
     """``features`` (and ``text_features``) for the loader: what the frozen towers give for this data, computed now where it is missing.
 
-    They are computed in the run's precision, as the run itself and its evaluation would. ConfigError where nothing is frozen that
-    could be kept.
+    They are computed in the run's precision, as the run itself and its evaluation would, and in forwards of
+    as many pictures as one of its micro-batches has places, so that they have its kernels and fit in its
+    memory. ConfigError where nothing is frozen that could be kept.
     """
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     model.eval()
@@ -69,7 +72,9 @@ def _encoder_features(run: RunConfig, model: nn.Module, source, transforms, devi
     key = frozen["encoders"]["sha256"] + repr([encoder.model_dump() for encoder in run.model.encoders]) + run.train.precision
     model.encoders.to(device)
     encode = lambda images: [grid.cpu() for grid in model.encode([pixels.to(device) for pixels in images])]  # noqa: E731
-    return {"features": precompute(source, transforms, encode, key, folder=run.data.cache_dir, progress=log_progress("features of pictures"))}
+    options = {"folder": run.data.cache_dir, "progress": log_progress("features of pictures")}
+    options["batch"] = min(run.train.device_batch * run.data.max_images, MOST_PICTURES)
+    return {"features": precompute(source, transforms, encode, key, **options)}
 
 
 def _tower_features(run: RunConfig, model: nn.Module, source, transforms, words, device: torch.device, frozen: dict) -> dict[str, Any]:
@@ -82,10 +87,12 @@ def _tower_features(run: RunConfig, model: nn.Module, source, transforms, words,
     key, made = " ".join([*(f"{component} {row['sha256']}" for component, row in frozen.items()), run.train.precision]), {}
     if "image" in model.cacheable:
         encode = lambda images: [model({"image": images[0].to(device)}, mode="trunk")["image_features"].cpu()]  # noqa: E731
-        made["features"] = precompute(source, transforms, encode, key, folder=folder, progress=before)
+        options = {"folder": folder, "progress": before, "batch": min(run.train.device_batch, MOST_PICTURES)}
+        made["features"] = precompute(source, transforms, encode, key, **options)
     if "text" in model.cacheable:
         encode = lambda ids: model({"text": ids.to(device)}, mode="trunk")["text_features"].cpu()  # noqa: E731
-        made["text_features"] = precompute_texts(source, words, encode, key, folder=folder)
+        batch = min(run.train.device_batch, MOST_TEXTS)
+        made["text_features"] = precompute_texts(source, words, encode, key, folder=folder, batch=batch)
     return made
 
 

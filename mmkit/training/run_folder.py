@@ -25,7 +25,7 @@ from mmkit.storage import Store
 
 log = logging.getLogger(__name__)
 
-ROWS = tuple(f"data.{name}" for name in ("max_length", "max_images", "max_regions", "pack", "share_image", "group_by_length"))
+ROWS = tuple(f"data.{name}" for name in ("max_length", "max_images", "max_regions", "too_long", "pack", "share_image", "group_by_length"))
 MAY_BRANCH = ("seed", "train.global_batch", *ROWS)  # may be changed where the user names the checkpoint to go on from
 MUST_AGREE = ("model", "train.trainable", "train.lora", "train.bits", "train.optimizer.kind", *MAY_BRANCH)
 PLACE = re.compile(r"(step|epoch)-(\d+)")

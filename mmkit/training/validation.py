@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mmkit.config import ConfigError, RunConfig, SourceConfig
+from mmkit.data.recipe import sources_of
 from mmkit.errors import InputError
 from mmkit.training.accumulate import SHARED, joined
 from mmkit.training.contrastive import ContrastiveLoss
@@ -71,7 +72,7 @@ def check_source(source: SourceConfig, run: RunConfig) -> None:
         raise ConfigError(
             f"data.validation {source.name!r} has a {given}, but every held-out sample counts once; remove it (cap takes fewer)"
         )
-    for other in run.data.sources:
+    for other in sources_of(run.data):
         if common := places(source) & places(other):
             raise ConfigError(
                 f"data.validation {source.name!r} is trained on too: data.sources {other.name!r} has {min(common)[0]} as well; hold out "

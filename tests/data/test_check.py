@@ -43,7 +43,6 @@ def write(tmp_path, records, n_good=0):
         ({"id": 1, "conversations": [{"from": "human", "value": "a"}]}, "no supervised token", "answer that is not empty"),
         ({"id": 1, "image": "web-celebrity/1.png", "note": "x"}, "no text", "it needs conversations"),
         ('{"id": 1, ', "no JSON", "is no JSON"),
-        ({"id": 1, "conversations": [{"from": "human", "value": "word " * 900}, OK[1]]}, "too long", "needs .*, more than data.max_length 600"),
     ],
 )
 def test_fault_is_counted_and_named(tmp_path, record, fault, words):
@@ -53,6 +52,26 @@ def test_fault_is_counted_and_named(tmp_path, record, fault, words):
     assert report.faults == {fault: 1} and report.bad == 1 and report.would_fail
     assert re.search(words, report.shown[fault][0])
     assert f"1 {fault}" in report.summary()
+
+
+def test_a_record_longer_than_a_row_is_left_out_and_no_fault(tmp_path):
+    path = write(
+        tmp_path, [{"id": 1, "conversations": [{"from": "human", "value": "word " * 900}, OK[1]]}], n_good=3
+    )
+    formatter = Formatter(byte_bpe(False), "short")
+    report = check_file(
+        path, str(tmp_path), data=DataConfig(max_length=600), model=vlm(), formatter=formatter
+    )
+    assert (report.faults, report.bad, report.left_out, report.would_fail) == ({}, 0, {"too long": 1}, False)
+    assert (
+        re.search("needs .*, more than data.max_length 600", report.shown["too long"][0])
+        and "left out: 1 too long" in report.summary()
+    )
+    cut = DataConfig(max_length=600, too_long="truncate")
+    report = check_file(
+        path, str(tmp_path), data=cut, model=vlm(), formatter=formatter
+    )  # the question alone fills the row
+    assert (report.faults, report.would_fail) == ({"nothing left to learn": 1}, True)
 
 
 def test_good_file_is_ready_and_its_lengths_are_told(tmp_path):
@@ -170,7 +189,7 @@ def test_what_training_refuses_is_a_fault_and_nothing_else_is(tmp_path, make_sou
     source, model = make_source(tmp_path), vlm(regions=REGIONS)
     data = DataConfig(**{"max_length": 96, "max_images": 2, "max_regions": 2} | data)
     report = check(source, data, model, Formatter.of(tokenizer(), model))
-    assert report.would_fail == bool(fault) and (not fault or fault in report.faults)
+    assert report.would_fail == bool(fault) and (not fault or fault in report.faults | report.left_out)
     mixture = Mixture([SourceConfig(name="one", format="llava", path="-")], [source])
     stream = loader(data, model, tokenizer(), [transform], train=True, device_batch=4, source=mixture)
     if fault:

@@ -17,6 +17,7 @@ from mmkit.config import ConfigError
 from mmkit.data import demo, demo_charts, demo_easy_vqa, demo_emoji, demo_files, demo_stamps
 from mmkit.data.demo_files import AssetMissing, debian_package, npm_package, python_package
 from mmkit.data.demo_words import concept, held_out, names_held_out, singular, with_article, words
+from mmkit.data.regions import box_of_mask, encode_mask
 
 NAMES = ("lion", "tiger", "apple", "pear", "truck", "car", "drum", "hat", "owl", "crow", "rose", "tulip", "bee", "ant", "hammer", "saw")
 FOLDERS = ("animals/mammals", "animals/mammals", "food/fruit", "food/fruit", "vehicles", "vehicles", "hobbies/music", "clothes/hats",
@@ -212,7 +213,7 @@ def test_boxes_and_masks_are_exact_and_uncovered(stamps, tmp_path):
         region = example.regions[0]
         if example.meta["type"] == "refer":
             mask = decoded(region.mask)
-            assert demo_stamps.mask_box(mask) == tuple(int(corner) for corner in region.box.corners)
+            assert box_of_mask(mask) == tuple(int(corner) for corner in region.box.corners)
             covered[example.meta["image"]].append(mask)
         else:
             assert region.kind == "box" and example.turns[1].text == "<region>" and example.meta["name"] in example.turns[0].text
@@ -230,7 +231,7 @@ def decoded(lengths: dict) -> np.ndarray:
 
 def test_run_lengths_survive_masks_that_start_true():
     for mask in (np.ones((3, 2), bool), np.zeros((2, 3), bool), np.array([[True, False], [False, True]])):
-        assert (decoded(demo_stamps.run_lengths(mask)) == mask).all()
+        assert (decoded(encode_mask(mask)) == mask).all()
 
 
 def test_packs_are_the_same_bytes_each_time(stamps, tmp_path):

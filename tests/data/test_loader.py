@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 
 from mmkit.config import ClipConfig, DataConfig, VlmConfig
-from mmkit.data.batches import attention_allowed
 from mmkit.data.boxes import Box, pixels
 from mmkit.data.example import Example, ImageRef, Region, Turn
 from mmkit.data.loader import loader
@@ -187,6 +186,16 @@ def reference_rows(found, model):
     return {batch.keys[0]: row_facts(batch, 0)[batch.keys[0].split(",")[0]] for batch in single}
 
 
+def attention_allowed(tensors):
+    """(B, T, T) bool: query t may see key j. The rule of `mmkit.data.batches` in words, written once more."""
+    segments, branches = tensors["segments"], tensors["branches"]
+    place = torch.arange(segments.shape[1])
+    causal = place[:, None] >= place[None, :]
+    same = (segments[:, :, None] == segments[:, None, :]) & (segments[:, None, :] > 0)
+    open_branch = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
+    return (causal & same & open_branch) | torch.eye(segments.shape[1], dtype=torch.bool)
+
+
 def row_facts(batch, row):
     """For every target of a row: what its predicting position sees, as (ids, positions) in order; grouped by sample key."""
     tensors = batch.tensors
@@ -255,7 +264,7 @@ def test_length_limit_counts_image_slots_and_names_the_need(max_length, kept):
     batch = next(stream)
     assert ("long" in keys_of([batch])) is kept
     assert (batch.tensors["input_ids"] == -200).sum() == (6 if kept else 0)
-    assert dict(stream.counts["bad"]) == ({} if kept else {"too long": 1})
+    assert dict(stream.counts["too_long"]) == ({} if kept else {"dropped": 1}) and not stream.counts["bad"]
 
 
 def test_message_of_a_long_sample_says_what_it_needs():

@@ -24,7 +24,7 @@ from mmkit.data.example import BadRecord, Example, ImageRef, Turn
 from mmkit.data.images import open_image
 from mmkit.data.loader import loader
 from mmkit.data.mixture import Mixture
-from mmkit.data.shards import ShardSource, inspect, open_shards, unique_expected
+from mmkit.data.shards import ShardSource, damage, inspect, open_shards, unique_expected
 from mmkit.data.tar_files import ShardError, expand, members, read_range
 from mmkit.data.tar_index import index_of, keeps
 from mmkit.data.tar_writer import ShardWriter, write_examples
@@ -228,6 +228,9 @@ def test_duplicate_and_dotted_keys_are_counted(tmp_path):
     source = open_shards(source_config(tmp_path / "0.tar"), lenient())
     assert [source[i].key for i in range(len(source))] == ["a", "b", "a"]
     assert source.counts["duplicate key"] == 1 and source.counts["dotted key"] == 1
+    assert (
+        damage(source) == 1 / 4
+    )  # of four samples found the dotted one is lost; a key that comes again costs none
 
 
 def test_filters_remove_and_count_before_decoding(tmp_path):

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmkit.config import IGNORE_INDEX, IMAGE_TOKEN_INDEX, REGION_TOKEN_INDEX, EncoderConfig
+from mmkit.config import IGNORE_INDEX, IMAGE_TOKEN_INDEX, REGION_TOKEN_INDEX, EncoderConfig, VlmConfig
+from mmkit.data.batches import Shape, Slots, build_row, stack_rows
+from mmkit.data.conversation import Encoded
+from mmkit.data.packing import Item, Member
 from mmkit.letterbox import cropped, visible_cells
 from mmkit.models.convert.config import vlm_config
 from mmkit.models.convert.names import ours
@@ -61,6 +64,7 @@ def cambrian_llama_train(case: Case) -> None:
     real, theirs = batch["segments"] > 0, case["mid.collated.attention_mask"].bool()
     case.close(batch["labels"][real], case["mid.collated.labels"][theirs])
     case.close(batch["positions"][real], case["mid.collated.position_ids"][theirs])
+    _rows_of_the_loader(case, model.config, sizes, length)
     layers, samplers = _watch_layers(model), _watch_samplers(model)
     hidden = model(batch)
     logits = model.logits(hidden)
@@ -75,6 +79,30 @@ def cambrian_llama_train(case: Case) -> None:
     _gradients(case, model)
     if length >= max(len(ids) + block for ids, _ in samples):  # cut in other places otherwise
         _cropped_too(case, logits, batch, samples, sizes, features)
+
+
+def _rows_of_the_loader(case: Case, config: VlmConfig, sizes: list, length: int) -> None:
+    """Raw samples with a picture, laid into rows by the kit's own loader code, are the original collator's rows."""
+    slots = Slots.of(config)
+    for b, (ids, labels) in enumerate(
+        zip(_numbered(case, "in.sample.{}.input_ids"), _numbered(case, "in.sample.{}.labels"), strict=True)
+    ):
+        if not sizes[b]:
+            continue
+        member = Member(
+            b, Encoded(ids.numpy(), (labels != IGNORE_INDEX).numpy()), ("picture",), (slots.full,)
+        )
+        member = member if member.length <= length else member.truncated(length)
+        row = stack_rows(
+            [build_row((Item((member,)),), [[tuple(sizes[b][0].tolist())]], slots)],
+            Shape(1, length, targets=length),
+        )
+        real = row["segments"][0] > 0
+        text = row["input_ids"][0] != IMAGE_TOKEN_INDEX  # the original keeps -200 in the first slot only
+        assert torch.equal(real, case["mid.collated.attention_mask"][b].bool())
+        assert torch.equal(row["input_ids"][0][real & text], case["mid.collated.input_ids"][b][real & text])
+        assert torch.equal(row["labels"][0], case["mid.collated.labels"][b])
+        assert torch.equal(row["positions"][0][real], case["mid.collated.position_ids"][b][real])
 
 
 def _numbered(case: Case, pattern: str) -> list[Tensor]:

@@ -7,8 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
+from mmkit.config import DataConfig, VlmConfig
+from mmkit.data.batches import Slots, build_row
 from mmkit.data.conversation import Formatter
-from mmkit.data.example import IMAGE, Example, ImageRef, Turn
+from mmkit.data.example import IMAGE, BadRecord, Example, ImageRef, Turn
+from mmkit.data.mixture import mixture_of
+from mmkit.data.packing import Item
+from mmkit.data.planning import ConversationPlan
 from mmkit.data.templates import TEMPLATES, image_first, render
 
 # the files' names for templates -> ours
@@ -83,4 +88,41 @@ def _check_ids(case, template, tokenizer, turns) -> int:
         ids, trained = [tokenizer.bos_token_id, *ids], np.concatenate([[False], trained])
     assert ids == case["input_ids"], case["id"]
     assert trained.astype(int).tolist() == case["trained_mask"], case["id"]
+    bos = len(ids) - len(encoded.ids)  # 1 where only the file's tokenizer adds it
+    _check_truncated(
+        example, case["input_ids"][bos:], case["trained_mask"][bos:], Formatter(tokenizer, template)
+    )
     return 1
+
+
+SIZE = (12, 12)  # of a picture, six slots with its newlines
+SMALL = {
+    "encoders": [{"name": "lite0", "side": 4}],
+    "connector": {"query_sides": [2], "width": 16, "heads": 4},
+    "language": {"source": "random", "architecture": {"model_type": "llama", "vocab_size": 64}},
+}
+
+
+def _check_truncated(example: Example, ids: list[int], trained_mask: list[int], formatter: Formatter) -> None:
+    """The row at every length beside the original's ids and labels, pictures unfolded to slots, cut by a slice."""
+    slots, row = Slots.of(VlmConfig(**SMALL)), []
+    for token, trained in zip(ids, trained_mask, strict=True):
+        row += [(token, token if trained else -100)] * (slots.full if token == -200 else 1)
+    for length in range(1, len(row) + 1):
+        data = DataConfig(max_length=length, too_long="truncate")
+        plan = ConversationPlan(
+            mixture_of([example]), data, VlmConfig(**SMALL), formatter, seed=0, train=False, megabatch=1
+        )
+        kept = row[:length]
+        half_a_picture = sum(token == -200 for token, _ in kept) % slots.full
+        if half_a_picture or all(label == -100 for _, label in kept):
+            try:
+                plan.fit(plan.encode(0, example), example)
+            except BadRecord as error:
+                assert error.reason == "nothing left to learn" and str(length) in error.message
+                continue
+            raise AssertionError((example.key, length))
+        member = plan.fit(plan.encode(0, example), example)
+        made = build_row((Item((member,)),), [[SIZE] * len(member.slots)], slots)
+        assert list(zip(made.ids.tolist(), made.labels.tolist(), strict=True)) == kept, (example.key, length)
+        assert (member.length, member.cut) == (length, len(row) - length)
