@@ -16,16 +16,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig, SourceConfig, changed, load_file, nearest, setting_names
+from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig, SourceConfig, changed, nearest, setting_names
 from mmkit.foreign_names import ours
 from mmkit.launch.launch import ERROR_PREFIX
 from mmkit.listing import EXAMPLES, LISTS
 from mmkit.presets import read_mapping
+from mmkit.run_options import add_run_options, pair, run_of
 from mmkit.storage import is_remote
 from mmkit.values import checked, read_yaml
 
 if TYPE_CHECKING:
     from mmkit.data.check import Report
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses, runs one command and returns its exit code."""
@@ -97,24 +99,6 @@ def _command(commands: Any, name: str, run: Any, about: str) -> argparse.Argumen
     return parser
 
 
-def _add_run_options(parser: argparse.ArgumentParser, stage: str | None = None) -> None:
-    """Options that together name a run: a preset and its changes, or a saved config."""
-    group = parser.add_argument_group("which run")
-    group.add_argument("--model", metavar="NAME", help="a preset: a file of params/ (default: tiny)")
-    if stage is None:
-        group.add_argument("--stage", metavar="|".join(STAGES), help="the stage to run (default: pretrain)")
-    group.add_argument("--config", metavar="FILE", help="a resolved config.yaml of an earlier run, instead of --model and --stage")
-    group.add_argument("--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="any setting, by full or unique name")
-    group.add_argument("--backend", metavar="NAME", help="single, ddp, fsdp, zero0..zero3 or xla (default: the preset's)")
-    group.add_argument("--processes", type=int, metavar="N", help="processes on this machine")
-    group.add_argument("--steps", type=int, metavar="N", help="optimizer steps (default: the preset's epochs)")
-    group.add_argument("--run-dir", metavar="DIR", help="folder that runs are kept in (default: runs)")
-    group.add_argument("--name", metavar="NAME", help="name of this run among those of its preset and stage")
-    group.add_argument("--resume", metavar="auto|never|PATH|step-N|epoch-N", help="go on from the newest checkpoint, anew, or from this one")
-    group.add_argument("--dry-run", action="store_true", help="build the model without weights, check everything, train nothing")
-    parser.set_defaults(fixed_stage=stage)
-
-
 def _add_doctor(commands: Any) -> None:
     parser = _command(commands, "doctor", _doctor, "What is this machine, what is missing on it, and what to do about each fault.")
     parser.add_argument("--json", action="store_true", help="as JSON")
@@ -133,9 +117,9 @@ def _add_plan(commands: Any) -> None:
     parser = _command(commands, "get", _get, "Fetch weights and data a model misses here; without --stage for pretrain and finetune.")
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
     parser.add_argument("--only", choices=("weights", "data"), help="fetch these alone")
-    _add_run_options(parser)
+    add_run_options(parser)
     parser = _command(commands, "plan", _plan, "Memory, time, cost and disk of a run, and what is missing, before a byte is downloaded.")
-    _add_run_options(parser)
+    add_run_options(parser)
     parser.add_argument("--device", metavar="NAME", help="plan for this accelerator, as a100-80gb or tpu-v4 (default: this machine)")
     parser.add_argument("--devices", type=int, metavar="N", help="how many of them share the run")
     parser.add_argument("--samples", type=int, metavar="N", help="examples of one epoch, where the data is not here")
@@ -154,7 +138,7 @@ def _add_data(commands: Any) -> None:
     check.add_argument("--format", choices=formats, default="llava", help="of FILE (default: llava)")
     check.add_argument("--report", metavar="JSON", help="write the whole report here as well")
     check.add_argument("--decode", type=int, default=64, metavar="N", help="examples to open fully; more where faults are found (default: 64)")
-    _add_run_options(check)
+    add_run_options(check)
     shards = _command(kinds, "shards", _data_shards, "Write or check tar shards: samples, bad members, fields, per shard.")
     shards.add_argument("pattern", help="folder, file, URL or brace pattern: data/{000..012}.tar; with --from the folder to write")
     shards.add_argument("--from", dest="source", metavar="FILE", help="pairs to write as shards: a csv, llava, parquet or pack source")
@@ -168,12 +152,12 @@ def _add_data(commands: Any) -> None:
 
 
 def _add_train(commands: Any) -> None:
-    _add_run_options(_command(commands, "train", _train, "Train one stage of a model."))
+    add_run_options(_command(commands, "train", _train, "Train one stage of a model."))
 
 
 def _add_eval(commands: Any) -> None:
     parser = _command(commands, "eval", _eval, "Score a trained run beside its baselines.")
-    _add_run_options(parser, stage="eval")
+    add_run_options(parser, stage="eval")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="score these (default: the preset's)")
     parser.add_argument("--limit", type=int, metavar="N", help="documents of each task")
     parser.add_argument("--start-from", metavar="PATH", help="run folder or export to score (default: the newest stage of the preset)")
@@ -181,7 +165,7 @@ def _add_eval(commands: Any) -> None:
 
 def _add_launch(commands: Any) -> None:
     parser = _command(commands, "launch", _launch, "Train on this machine, a SLURM cluster or a TPU pod.")
-    _add_run_options(parser)
+    add_run_options(parser)
     parser.add_argument("--target", choices=("local", "slurm", "tpu"), default="local")
     for name in ("slurm", "tpu"):
         parser.add_argument(f"--{name}", action="store_const", const=name, dest="target", help=f"the same as --target {name}")
@@ -221,45 +205,6 @@ def _add_notebook(commands: Any) -> None:
     demo = _command(kinds, "demo", _notebook_demo, "Prepare the offline data, run all notebooks on it, and collect the results.")
     demo.add_argument("--model", default="tiny", metavar="NAME")
     demo.add_argument("--clip", default="clip-tiny", metavar="NAME")
-
-
-# ---------------------------------------------------------------- what the options mean
-
-
-def run_of(options: argparse.Namespace) -> RunConfig:
-    """The run that the options describe; ConfigError names the option at fault."""
-    from mmkit.notebook.parameters import assemble, backend_settings
-
-    overrides = dict(_pair(text, "--set") for text in options.set)
-    named = {
-        "processes": options.processes,
-        "steps": options.steps,
-        "root": options.run_dir,
-        "name": options.name,
-        "resume": options.resume,
-    }
-    overrides |= {name: value for name, value in named.items() if value is not None}
-    if options.dry_run:
-        overrides["dry_run"] = True
-    if options.config:
-        if options.model or getattr(options, "stage", None):
-            raise ConfigError("--config already says which model and stage; leave out --model and --stage")
-        if not Path(options.config).is_file():
-            raise ConfigError(f"no config file {options.config}; a run folder holds one as config.yaml")
-        run = load_file(options.config)
-        overrides |= backend_settings(options.backend or "", "--backend")
-        return changed(run, **{name.replace(".", "__"): value for name, value in overrides.items()}) if overrides else run
-    where = {"model": options.model, "backend": options.backend}
-    overrides |= {name: value for name, value in where.items() if value}
-    stage = options.fixed_stage or options.stage or "pretrain"
-    return assemble(overrides, stage, "the command line")
-
-
-def _pair(text: str, option: str) -> tuple[str, str]:
-    name, sign, value = text.partition("=")
-    if not sign or not name:
-        raise ConfigError(f"{option} {text}: write it as key=value")
-    return name.strip(), value
 
 
 # ---------------------------------------------------------------- commands
@@ -332,7 +277,7 @@ def _train(options: argparse.Namespace) -> int:
 def _launch(options: argparse.Namespace) -> int:
     if options.target == "local":
         return _train(options)
-    run, wanted = run_of(options), dict(_pair(text, "--option") for text in options.option)
+    run, wanted = run_of(options), dict(pair(text, "--option") for text in options.option)
     from mmkit.launch.preflight import check_stage
     from mmkit.training.assemble import check
 

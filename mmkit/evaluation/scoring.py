@@ -5,7 +5,6 @@ demo's headline numbers.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from mmkit.evaluation.task import Task, find
 from mmkit.evaluation.zero_shot import Share
 from mmkit.storage import Store, fetched
 
-log = logging.getLogger(__name__)
 
 
 def evaluate_run(run: RunConfig, *, share: Share = Share(), progress: Progress | None = None) -> list[Result]:
