@@ -278,10 +278,8 @@ def _launch(options: argparse.Namespace) -> int:
     if options.target == "local":
         return _train(options)
     run, wanted = run_of(options), dict(pair(text, "--option") for text in options.option)
-    from mmkit.launch.preflight import check_stage
     from mmkit.training.assemble import check
 
-    check_stage(run)
     check(run)  # before a job waits in a queue
     show = options.show or run.dry_run
     return {"slurm": _launch_slurm, "tpu": _launch_tpu}[options.target](run, wanted, show)

@@ -21,6 +21,7 @@ from pydantic import Field
 
 import mmkit
 from mmkit.config import ConfigError, RunConfig, Settings, changed, to_yaml
+from mmkit.launch.preflight import check_stage
 
 METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes"
 RUNTIMES = {  # software version of a TPU VM by the accelerator's family
@@ -76,6 +77,7 @@ class Step:
 
 def for_slice(run: RunConfig, target: TpuConfig) -> RunConfig:
     """The run on the devices of this slice; ConfigError where it cannot work there."""
+    check_stage(run)
     if run.backend.kind not in RUNS_ON:
         raise ConfigError(f"backend.kind {run.backend.kind!r} does not run on a TPU; use --backend xla")
     if target.hosts > 1 and "://" not in run.root:
