@@ -21,7 +21,7 @@ from mmkit.foreign_names import ours
 from mmkit.launch.launch import ERROR_PREFIX
 from mmkit.listing import EXAMPLES, LISTS
 from mmkit.presets import read_mapping
-from mmkit.run_options import add_machine, add_run_options, pair, run_of
+from mmkit.run_options import add_machine, add_run_options, run_of, target_options
 from mmkit.storage import is_remote
 from mmkit.values import checked, read_yaml
 
@@ -121,6 +121,7 @@ def _add_plan(commands: Any) -> None:
     parser = _command(commands, "plan", _plan, "Memory, time, cost and disk of a run, and what is missing, before a byte is downloaded.")
     add_run_options(parser)
     add_machine(parser)
+    parser.add_argument("--all", action="store_true", help="instead: which preset fits which machine, at --stage (default: finetune)")
     parser.add_argument("--samples", type=int, metavar="N", help="examples of one epoch, where the data is not here")
     parser.add_argument("--price", type=float, metavar="USD", help="price of one device for one hour")
 
@@ -151,7 +152,9 @@ def _add_data(commands: Any) -> None:
 
 
 def _add_train(commands: Any) -> None:
-    add_run_options(_command(commands, "train", _train, "Train one stage of a model."))
+    parser = _command(commands, "train", _train, "Train one stage of a model.")
+    add_run_options(parser)
+    add_machine(parser)
 
 
 def _add_eval(commands: Any) -> None:
@@ -165,6 +168,7 @@ def _add_eval(commands: Any) -> None:
 def _add_launch(commands: Any) -> None:
     parser = _command(commands, "launch", _launch, "Train on this machine, a SLURM cluster or a TPU pod.")
     add_run_options(parser)
+    add_machine(parser)
     parser.add_argument("--target", choices=("local", "slurm", "tpu"), default="local")
     for name in ("slurm", "tpu"):
         parser.add_argument(f"--{name}", action="store_const", const=name, dest="target", help=f"the same as --target {name}")
@@ -236,10 +240,15 @@ def _list(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from mmkit.launch.machine import machine_of
+    from mmkit.launch.overview import overview
     from mmkit.launch.preflight import plan_of
     from mmkit.launch.requirements import beside
+    from mmkit.notebook.tables import text
 
     machine = machine_of(options.machine)
+    if options.all:
+        print(text(overview([options.model] if options.model else (), options.stage or "finetune", machine)))
+        return 0
     plan = plan_of(run_of(options), machine=machine, samples=options.samples, price=options.price)
     print(f"{plan}\n\n{beside(plan)}")
     return 0
@@ -256,6 +265,7 @@ def _get(options: argparse.Namespace) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from mmkit.launch.launch import is_worker, launch
+    from mmkit.launch.machine import machine_of
     from mmkit.launch.preflight import preflight
     from mmkit.notebook.progress import Progress
 
@@ -263,7 +273,7 @@ def _train(options: argparse.Namespace) -> int:
     if is_worker():
         launch(run)
         return 0
-    report = preflight(run)
+    report = preflight(run, machine_of(options.machine))
     if run.dry_run:
         print(report)
         return 0
@@ -277,7 +287,7 @@ def _train(options: argparse.Namespace) -> int:
 def _launch(options: argparse.Namespace) -> int:
     if options.target == "local":
         return _train(options)
-    run, wanted = run_of(options), dict(pair(text, "--option") for text in options.option)
+    run, wanted = run_of(options), target_options(options)
     from mmkit.training.assemble import check
 
     check(run)  # before a job waits in a queue

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmkit.config import STAGES, ConfigError, DataConfig, RunConfig, SourceConfig, load
-from mmkit.launch.machine import Machine, found, machine_of
-from mmkit.launch.plan import Part, Plan, Row, count_parts, make_plan, size
+from mmkit.config import STAGES, ConfigError, DataConfig, RunConfig, SourceConfig
+from mmkit.launch.machine import Machine, check_is_here, machine_of
+from mmkit.launch.plan import Part, Plan, Row, count_parts, make_plan
 from mmkit.presets import preset_tree, presets
 
 if TYPE_CHECKING:
@@ -70,10 +70,12 @@ class Preflight:
 
 
 def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
-    """Counts the model of ``run``, plans it, looks at its data, and raises TooLargeError where it cannot run here.
+    """Counts the model of ``run``, plans it for ``machine`` (None: that of MMKIT_MACHINE, else this one), looks at its data, and
+    raises TooLargeError where it cannot run there.
 
     ConfigError for what training itself would refuse: settings that cannot work together, names of what the model lacks, a schedule or best
-    checkpoint that watches what is not measured, held-out data that are trained on, a disk that cannot hold two checkpoints.
+    checkpoint that watches what is not measured, held-out data that are trained on, a disk that cannot hold two checkpoints, a machine
+    given by name that is not this one.
     A dry run is never too large: it is meant for looking at a model on a machine that cannot hold it. Nothing is downloaded.
     """
     from mmkit.launch.disk import check_disk, disk_rows
@@ -81,13 +83,16 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     from mmkit.training import assemble, validation, weights
 
     check_stage(run)
+    machine = machine or machine_of()
+    if not run.dry_run:
+        check_is_here(machine)
     trains = run.stage != "eval"
     if trains:
         assemble.check(run)
         validation.check(run, tasks=run.model.kind == "clip")
     module = build_meta(run)
     adapters = weights.check_scope(module, run.train, weights.model_file(run).COMPONENTS) if trains else ()
-    plan = make_plan(_spelt_out(run), count(run, module), _machine_for(run, machine))
+    plan = make_plan(spelt_out(run), count(run, module), _machine_for(run, machine))
     if not run.dry_run:
         plan.check()
     needs = missing(run)
@@ -113,7 +118,7 @@ def plan_of(
     """The plan of a run on ``machine``, or where none is given on this one. Data that is not here yet is not made. ConfigError for a stage that the preset does not have, or names of what the model lacks."""
     check_stage(run)
     machine = dataclasses.replace(_machine_for(run, machine), price=price)
-    return make_plan(_spelt_out(run), count(run), machine, samples, row_of(run) if _data_is_here(run) else None)
+    return make_plan(spelt_out(run), count(run), machine, samples, row_of(run) if _data_is_here(run) else None)
 
 
 def _machine_for(run: RunConfig, machine: Machine | None) -> Machine:
@@ -122,7 +127,7 @@ def _machine_for(run: RunConfig, machine: Machine | None) -> Machine:
     return machine if machine.named else machine.using(run.devices)
 
 
-def _spelt_out(run: RunConfig) -> RunConfig:
+def spelt_out(run: RunConfig) -> RunConfig:
     """The run with a contrastive model's architecture written out, which names like ViT-B-32 stand for."""
     from mmkit.models import clip
 
@@ -167,32 +172,6 @@ def count(run: RunConfig, module: Any = None) -> tuple[Part, ...]:
         whole = tuple(f"{name}." for name in adapters.modules_to_save(module, train.lora.modules_to_save, layers))
         trained |= {name for name, _ in named if name.startswith(whole)}
     return count_parts(module, components, trained, set(layers), train.lora)
-
-
-def overview(models: Sequence[str], stage: str) -> list[dict[str, Any]]:
-    """One row a preset: its size, what one device needs at ``stage`` (or the last it trains in, where it has no such
-    stage), and whether this machine has it."""
-    rows = []
-    for name in dict.fromkeys(models):
-        has = stages_of(name)
-        trains = [each for each in ("pretrain", "finetune") if each in has]
-        at = stage if stage in has or stage == "eval" or not trains else trains[-1]
-        run = load(name, at)
-        plan = make_plan(_spelt_out(run), count(run), found().using(run.devices))
-        need = plan.need
-        rows.append(
-            {
-                "model": name,
-                "stage": at if at == stage else f"{at} (it has no {stage})",
-                "parameters": sum(part.parameters for part in plan.parts),
-                "trainable": sum(part.trained + part.adapters for part in plan.parts),
-                "needs": size(need.total),
-                "this machine": size(plan.has),
-                "fits": plan.fits,
-                "meant for": plan.run.intended_for,
-            }
-        )
-    return rows
 
 
 def check_shapes(run: RunConfig, module: Any) -> list[dict[str, Any]]:
