@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig, SourceConfig, changed, nearest, setting_names
 from mmkit.foreign_names import ours
-from mmkit.launch.launch import ERROR_PREFIX
+from mmkit.launch.launch import ERROR_PREFIX, error_line
 from mmkit.listing import EXAMPLES, LISTS
 from mmkit.presets import read_mapping
 from mmkit.run_options import add_run_options, pair, run_of
@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:  # OSError: a path that cannot be written, a full disk
         if options.verbose and not isinstance(error, ConfigError):
             raise
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        # one write, so that the lines of several processes do not mix
+        sys.stderr.write(f"{error_line(error)}\n")
         return 2
 
 

@@ -14,7 +14,6 @@ import dataclasses
 import json
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -28,14 +27,16 @@ from typing import Any
 import psutil
 
 from mmkit.config import BackendConfig, ConfigError, RunConfig, to_yaml
-from mmkit.errors import UserError
+from mmkit.errors import InputError, UserError
 from mmkit.storage import Store
+from mmkit.notebook.tables import html
 from mmkit.training.interrupt import Interrupt
 
 Record = dict[str, Any]
 WORKER = "MMKIT_WORKER"  # set in a child: train here, start nothing; the process id of whoever watches it, 1 where nobody does
 ORPHAN_GRACE = 60.0  # seconds that a training process has for its last checkpoint once its launcher is gone
 ERROR_PREFIX = "mmkit: error: "  # how the command line prints a user's error
+ERROR_OF_CHILD = "mmkit: error as JSON: "  # how a child of `launch` does: one line, however many lines the message has
 POLL = 0.5  # seconds between looks at metrics.jsonl
 log = logging.getLogger(__name__)
 
@@ -75,12 +76,16 @@ class Launched:
 
     __repr__ = __str__
 
+    def _repr_html_(self) -> str:
+        rows = [{"what": name.removeprefix(f"{self.run.preset}_{self.run.stage}_"), "value": value} for name, value in self.numbers().items()]
+        return html(rows, str(self))
+
 
 def launch(run: RunConfig, on_log: Callable[[Record], None] | None = None) -> Launched:
     """Runs the training of ``run`` to its end, wherever its backend belongs, and returns what it left.
 
-    ``on_log`` gets each new record of metrics.jsonl. Raises ConfigError for a setting that cannot work here and LaunchError when
-    a process fails otherwise.
+    ``on_log`` gets each new record of metrics.jsonl. Raises InputError (ConfigError among them) for what cannot work here and
+    LaunchError when a process fails otherwise.
     """
     started = time.monotonic()
     if run.dry_run:
@@ -306,13 +311,19 @@ def end_with(launcher: int) -> threading.Thread | None:
     return thread
 
 
+def error_line(error: Exception) -> str:
+    """A user's error as the command line prints it: the message for people, one line of JSON for the process that `launch`ed this one."""
+    return f"{ERROR_OF_CHILD}{json.dumps(str(error))}" if WORKER in os.environ else f"{ERROR_PREFIX}{error}"
+
+
 def _raise_for(code: int, output: str, asked: bool) -> None:
-    """ConfigError with the child's own message when the user's input was wrong, LaunchError otherwise, nothing on success."""
+    """InputError with the child's own message, all its lines, when the user's input was wrong, LaunchError otherwise, nothing on success."""
     if code == 0 or (asked and code in (-signal.SIGINT, 130)):
         return
-    told = re.findall(rf"^(?:\[[^\]]*\]:)?{re.escape(ERROR_PREFIX)}(.*)$", output, flags=re.MULTILINE)
-    if told:
-        raise ConfigError(told[0])
+    for line in output.splitlines():
+        # torchrun may put the rank before a line; of several ranks the first to fail knows best
+        if ERROR_OF_CHILD in line:
+            raise InputError(json.loads(line.partition(ERROR_OF_CHILD)[2]))
     last = "\n".join(collections.deque(output.splitlines(), maxlen=30))
     raise LaunchError(f"training ended with exit code {code}; its last lines:\n{last}")
 
