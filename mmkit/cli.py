@@ -20,6 +20,7 @@ from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig,
 from mmkit.foreign_names import ours
 from mmkit.launch.launch import ERROR_PREFIX, error_line
 from mmkit.listing import EXAMPLES, LISTS
+from mmkit.notebook.parameters import quiet
 from mmkit.presets import read_mapping
 from mmkit.run_options import add_run_options, pair, run_of
 from mmkit.storage import is_remote
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not hasattr(options, "run_command") and not rest:
         parser.print_help()
         return 2
+    quiet()
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         if rest:

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from mmkit.config import ConfigError
+from mmkit.launch.launch import LaunchError
 from mmkit.notebook.parameters import check, of_notebook, workspace
 
 OK, USER_ERROR, NOTEBOOK_ERROR, KERNEL_DIED = 0, 2, 3, 4
@@ -126,7 +127,8 @@ def _execute(
         )  # fmt: skip
         code, message = OK, ""
     except papermill.PapermillExecutionError as error:
-        user = error.ename in ("ConfigError", "TooLargeError")
+        # `UserError` shows itself so, and nothing else does; what a training process died of is an error all the same
+        user = error.traceback == [f"{error.ename}: {error.evalue}"] and error.ename != LaunchError.__name__
         code = USER_ERROR if user else NOTEBOOK_ERROR
         message = error.evalue if user else f"{error.ename} in cell {_shown_cell(executed)}: {error.evalue}"
     except CellTimeoutError as error:
