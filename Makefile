@@ -68,7 +68,8 @@ demo: env
 	@$(PY) -m mmkit notebook demo
 
 lab: env
-	@$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks $(LAB)
+	@$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks \
+	  --FileContentsManager.post_save_hook=mmkit.notebook.git_index.after_save $(LAB)
 
 clean:
 	@rm -rf build dist *.egg-info

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class Launched:
 
     def __str__(self) -> str:
         what = "dry run: no steps were made" if self.run.dry_run else f"{self.steps} steps in {self.seconds:.0f} s"
-        ending = ", stopped early: the same command resumes it" if self.stopped else ""
+        ending = ", stopped early: the same command or cell resumes it" if self.stopped else ""
         loss = f", loss {self.last['loss']:.4f}" if isinstance(self.last.get("loss"), (int, float)) else ""
         return f"{self.run.preset}/{self.run.stage}: {what}{loss}{ending}; in {self.folder}"
 
@@ -78,7 +79,7 @@ class Launched:
 
     def _repr_html_(self) -> str:
         rows = [{"what": name.removeprefix(f"{self.run.preset}_{self.run.stage}_"), "value": value} for name, value in self.numbers().items()]
-        return html(rows, str(self))
+        return f"<p>{escape(str(self))}</p>{html(rows)}"
 
 
 def launch(run: RunConfig, on_log: Callable[[Record], None] | None = None) -> Launched:

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,6 +20,7 @@ MAX_LINES = 25
 EVERY = 30.0  # seconds between plain lines
 REDRAW = 1.0  # seconds between drawings of the live curve
 WATCHED = ("JPY_SESSION_NAME", "VSCODE_PID", "COLAB_RELEASE_TAG")  # set where a person has the notebook open
+HEADLESS = ("papermill", "nbconvert", "jupyter-nbconvert", "jupyter-execute", "pytest")  # what starts a kernel that nobody looks at
 
 
 def watched() -> bool:
@@ -26,11 +28,11 @@ def watched() -> bool:
     if "ipykernel" not in sys.modules or os.environ.get("MMKIT_HEADLESS"):
         return False
     try:
-        parent = " ".join(psutil.Process(os.getppid()).cmdline())
+        # names of programs, not any part of a path: the checkout that JupyterLab was started in may be called anything
+        parent = {Path(word).name for word in psutil.Process(os.getppid()).cmdline()}
     except psutil.Error:  # the parent belongs to another user or has ended
-        parent = ""
-    headless = any(word in parent for word in ("papermill", "nbconvert", "pytest", "mmkit"))
-    return not headless and any(name in os.environ for name in WATCHED)
+        parent = set()
+    return parent.isdisjoint(HEADLESS) and any(name in os.environ for name in WATCHED)
 
 
 class Progress:

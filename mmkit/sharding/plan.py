@@ -448,7 +448,7 @@ class Plan:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return f'<pre style="word-break:normal">{html.escape(str(self))}</pre>'
 
 
 def make_plan(
