@@ -123,7 +123,8 @@ def _execute(
         papermill.execute_notebook(
             str(marked), str(executed), values, progress_bar=False, cwd=str(path.resolve().parent), autosave_cell_every=autosave,
             execution_timeout=timeout, stdout_file=_Shown(stream, token), stderr_file=_Shown(stream, token),
-            config=Config(KernelManager={"transport": "ipc"}),  # a socket file only this user can open, not a port
+            # socket files in a folder only this user can open, not ports, nor files beside the notebook
+            config=Config(KernelManager={"transport": "ipc", "ip": f"{folder.name}/kernel"}),
         )  # fmt: skip
         code, message = OK, ""
     except papermill.PapermillExecutionError as error:
