@@ -312,9 +312,12 @@ def end_with(launcher: int) -> threading.Thread | None:
     return thread
 
 
-def error_line(error: Exception) -> str:
-    """A user's error as the command line prints it: the message for people, one line of JSON for the process that `launch`ed this one."""
-    return f"{ERROR_OF_CHILD}{json.dumps(str(error))}" if WORKER in os.environ else f"{ERROR_PREFIX}{error}"
+def tell(error: Exception) -> None:
+    """Writes a user's error to standard error: the message for people, one line of JSON for the process that `launch`ed this one."""
+    # a job script and a TPU host name 1 as the launcher: nobody but people reads their output
+    read_by_launch = os.environ.get(WORKER, "1") != "1"
+    # one write, so that the lines of several processes do not mix
+    sys.stderr.write((f"{ERROR_OF_CHILD}{json.dumps(str(error))}" if read_by_launch else f"{ERROR_PREFIX}{error}") + "\n")
 
 
 def _raise_for(code: int, output: str, asked: bool) -> None:
