@@ -14,7 +14,6 @@ import dataclasses
 import json
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,20 +21,23 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from mmkit.config import BackendConfig, ConfigError, RunConfig, to_yaml
-from mmkit.errors import UserError
+from mmkit.errors import InputError, UserError
 from mmkit.storage import Store
+from mmkit.notebook.tables import html
 from mmkit.training.interrupt import Interrupt
 
 Record = dict[str, Any]
 WORKER = "MMKIT_WORKER"  # set in a child: train here, start nothing; the process id of whoever watches it, 1 where nobody does
 ORPHAN_GRACE = 60.0  # seconds that a training process has for its last checkpoint once its launcher is gone
 ERROR_PREFIX = "mmkit: error: "  # how the command line prints a user's error
+ERROR_OF_CHILD = "mmkit: error as JSON: "  # how a child of `launch` does: one line, however many lines the message has
 POLL = 0.5  # seconds between looks at metrics.jsonl
 log = logging.getLogger(__name__)
 
@@ -69,18 +71,22 @@ class Launched:
 
     def __str__(self) -> str:
         what = "dry run: no steps were made" if self.run.dry_run else f"{self.steps} steps in {self.seconds:.0f} s"
-        ending = ", stopped early: the same command resumes it" if self.stopped else ""
+        ending = ", stopped early: the same command or cell resumes it" if self.stopped else ""
         loss = f", loss {self.last['loss']:.4f}" if isinstance(self.last.get("loss"), (int, float)) else ""
         return f"{self.run.preset}/{self.run.stage}: {what}{loss}{ending}; in {self.folder}"
 
     __repr__ = __str__
 
+    def _repr_html_(self) -> str:
+        rows = [{"what": name.removeprefix(f"{self.run.preset}_{self.run.stage}_"), "value": value} for name, value in self.numbers().items()]
+        return f"<p>{escape(str(self))}</p>{html(rows)}"
+
 
 def launch(run: RunConfig, on_log: Callable[[Record], None] | None = None) -> Launched:
     """Runs the training of ``run`` to its end, wherever its backend belongs, and returns what it left.
 
-    ``on_log`` gets each new record of metrics.jsonl. Raises ConfigError for a setting that cannot work here and LaunchError when
-    a process fails otherwise.
+    ``on_log`` gets each new record of metrics.jsonl. Raises InputError (ConfigError among them) for what cannot work here and
+    LaunchError when a process fails otherwise.
     """
     started = time.monotonic()
     if run.dry_run:
@@ -306,13 +312,22 @@ def end_with(launcher: int) -> threading.Thread | None:
     return thread
 
 
+def tell(error: Exception) -> None:
+    """Writes a user's error to standard error: the message for people, one line of JSON for the process that `launch`ed this one."""
+    # a job script and a TPU host name 1 as the launcher: nobody but people reads their output
+    read_by_launch = os.environ.get(WORKER, "1") != "1"
+    # one write, so that the lines of several processes do not mix
+    sys.stderr.write((f"{ERROR_OF_CHILD}{json.dumps(str(error))}" if read_by_launch else f"{ERROR_PREFIX}{error}") + "\n")
+
+
 def _raise_for(code: int, output: str, asked: bool) -> None:
-    """ConfigError with the child's own message when the user's input was wrong, LaunchError otherwise, nothing on success."""
+    """InputError with the child's own message, all its lines, when the user's input was wrong, LaunchError otherwise, nothing on success."""
     if code == 0 or (asked and code in (-signal.SIGINT, 130)):
         return
-    told = re.findall(rf"^(?:\[[^\]]*\]:)?{re.escape(ERROR_PREFIX)}(.*)$", output, flags=re.MULTILINE)
-    if told:
-        raise ConfigError(told[0])
+    for line in output.splitlines():
+        # torchrun may put the rank before a line; of several ranks the first to fail knows best
+        if ERROR_OF_CHILD in line:
+            raise InputError(json.loads(line.partition(ERROR_OF_CHILD)[2]))
     last = "\n".join(collections.deque(output.splitlines(), maxlen=30))
     raise LaunchError(f"training ended with exit code {code}; its last lines:\n{last}")
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from mmkit.config import STAGES, ConfigError, DataConfig, RunConfig, SourceConfig, load
+from mmkit.notebook.tables import html, text
 from mmkit.presets import preset_tree, presets
 from mmkit.sharding.plan import Machine, Part, Plan, Row, accelerator, count_parts, make_plan, size
 
@@ -67,14 +68,12 @@ class Preflight:
         return "".join(f"{table}\n" for table in tables if table)
 
     def _repr_html_(self) -> str:
-        from mmkit.notebook.tables import html
-
-        return f"<pre>{self.plan}</pre>" + "".join(html(rows, caption) for caption, rows in self._tables())
+        return self.plan._repr_html_() + "".join(html(rows, caption) for caption, rows in self._tables())
 
     def __str__(self) -> str:
-        from mmkit.notebook.tables import text
-
         return "\n".join([str(self.plan), *(f"\n{caption}\n{text(rows)}" for caption, rows in self._tables())])
+
+    __repr__ = __str__
 
 
 def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -45,6 +46,21 @@ def chain(tmp_path_factory):
 def test_each_notebook_runs_top_to_bottom(chain, step):
     outcome = chain[1][step]
     assert outcome.code == OK, outcome.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [step for step, *_ in CHAIN])
+def test_every_cell_ends_in_what_a_person_reads_and_no_library_talks(chain, step):
+    for cell in nbformat.read(chain[1][step].notebook, as_version=4).cells:
+        outputs = cell.get("outputs", ())
+        assert not [out.text for out in outputs if out.output_type == "stream" and out.name == "stderr"]
+        last = ast.parse(cell.source).body[-1] if cell.cell_type == "code" else None
+        if not isinstance(last, ast.Expr) or "print(" in ast.unparse(last):
+            continue
+        [data] = [out.data for out in outputs if out.output_type == "execute_result"]
+        words = data["text/plain"]
+        assert len(words) < 4000 and len(words.splitlines()) <= 60 and not re.search(r"Config\(|=<|\w+\(\w+=", words), words
+        assert "text/html" in data or "image/png" in data, cell.source
 
 
 @pytest.mark.slow
