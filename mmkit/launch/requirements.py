@@ -129,11 +129,9 @@ def _weights(run: RunConfig, command: str) -> Iterator[Requirement]:
         export = export_of(run) if run.stage == "eval" else parent_export(run)
     except ConfigError as error:
         stage = "finetune" if run.stage == "eval" and run.model.kind == "vlm" else "pretrain"
-        named = f" --name {run.name}" if run.name != "default" else ""
-        made = "" if run.start_from else f"mmkit train --model {run.preset} --stage {stage}{named}"
         place = run.start_from or f"{run.root.rstrip('/')}/{run.preset}/{stage}/{run.name}/export"
-        known = Published(None, "your own", how=str(error) if run.start_from else "")
-        yield Requirement("weights to start from", "weights", STAGE_BEFORE, place, known, made)
+        known = Published(None, "your own", how=str(error))
+        yield Requirement("weights to start from", "weights", STAGE_BEFORE, place, known)
     content = json.loads(Store(export).read("config.json")) if export else None
     for what, source, whole in _parts(run, content):
         yield from _weight(what, source, whole, command)
