@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,10 @@ from mmkit.storage import Store
 COMPLETE = re.compile(r"step-(\d{8})")  # a checkpoint's folder; it is complete once it has a manifest.json
 PROVENANCE = "training.json"  # of an export: step, parent and hashes of the trained tensors
 NOTEBOOKS = {"pretrain": "02_pretrain", "finetune": "03_finetune"}
+
+
+class UnfinishedError(ConfigError):
+    """The export of a run is wanted that has not ended, or went on after it."""
 
 
 class Progress(NamedTuple):
@@ -66,7 +71,7 @@ def provenance(export: str) -> dict[str, Any]:
 def finished_export(folder: str, go_on: str) -> str | None:
     """The export in ``folder``, which is a run folder or an export itself; None where there is neither an export nor a run.
 
-    ConfigError, ending with ``go_on`` (what to do), where the run is unfinished or its export is of another step than its newest
+    UnfinishedError, ending with ``go_on`` (what to do), where the run is unfinished or its export is of another step than its newest
     checkpoint: the weights would be those of an earlier training, or of half of one. An export named itself is taken as it is.
     """
     folder = folder.rstrip("/")
@@ -79,27 +84,35 @@ def finished_export(folder: str, go_on: str) -> str | None:
     if found is None or (at and at.total and not at.done):
         where = f"at step {at.step} of {at.total or 'an unknown number'}" if at else "it has no checkpoint yet"
         state = f"has made all its {at.step} steps but has no export" if at and at.done else f"is unfinished: {where}"
-        raise ConfigError(f"the run in {folder} {state}; {go_on}")
+        raise UnfinishedError(f"the run in {folder} {state}; {go_on}")
     step = provenance(found).get("step")
     if at and step is not None and step != at.step:
-        raise ConfigError(
+        raise UnfinishedError(
             f"{found} is of step {step}, but the run in {folder} is at step {at.step}; {go_on}; or take the export as it is with "
             f"start_from={found}"
         )
     return found
 
 
+def train_command(run: RunConfig, stage: str) -> str:
+    """The command that trains ``stage`` for the model, name and root of ``run``."""
+    options = {"name": "--name", "root": "--run-dir"}
+    chosen = "".join(f" {option} {shlex.quote(_chosen(run)[key])}" for key, option in options.items() if key in _chosen(run))
+    return f"mmkit train --model {run.preset} --stage {stage}{chosen}"
+
+
+def _chosen(run: RunConfig) -> dict[str, str]:
+    """Of name and root those that are not what they are without being said."""
+    root, here = run.root.rstrip("/"), Path.cwd()
+    usual = ("runs", *(str(folder / "runs") for folder in (here, *here.parents)))
+    return ({} if run.name == "default" else {"name": run.name}) | ({} if root in usual else {"root": root})
+
+
 def how_to_train(run: RunConfig, stage: str, verb: str) -> str:
     """What makes the export of ``stage`` for the model and name of ``run``: a command after ``verb``, before it in a notebook's kernel the
     notebook that does the same."""
-    here, root = Path.cwd(), run.root.rstrip("/")
-    values = {"model": run.preset} | ({"name": run.name} if run.name != "default" else {})
-    if root not in ("runs", *(str(folder / "runs") for folder in (here, *here.parents))):
-        values["root"] = root
-    options = {"name": "--name", "root": "--run-dir"}
-    command = f"mmkit train --model {run.preset} --stage {stage}"
-    command += "".join(f" {option} {values[key]}" for key, option in options.items() if key in values)
-    told = f"{verb}: {command}"
+    told = f"{verb}: {train_command(run, stage)}"
     if not in_notebook():
         return told
+    values = {"model": run.preset} | _chosen(run)
     return f"run {NOTEBOOKS[stage]} with {', '.join(f'{key}={value!r}' for key, value in values.items())}, or {told}"

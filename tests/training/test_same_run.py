@@ -285,6 +285,7 @@ def test_an_unfinished_stage_is_no_start_for_the_next_and_not_scored(tmp_path):
     for what in (lambda: train(tune), lambda: preflight(tune), lambda: export_of(score), lambda: preflight(score)):
         with pytest.raises(ConfigError, match=r"is unfinished: at step \d of 8; finish it with: mmkit train --model test --stage pretrain"):
             what()
+    assert "is unfinished: at step" in str(preflight(changed(tune, dry_run=True)))
     train(run)
     assert preflight(tune) and export_of(score) == f"{run.folder}/export"
     train(tiny_run(tmp_path, steps=12), on_log=stop_at(9))
