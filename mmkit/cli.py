@@ -281,9 +281,12 @@ def _launch(options: argparse.Namespace) -> int:
         return _train(options)
     run, wanted = run_of(options), dict(pair(text, "--option") for text in options.option)
     from mmkit.training.assemble import check
+    from mmkit.training.same_run import check_same_run
 
     check(run)  # before a job waits in a queue
     show = options.show or run.dry_run
+    if not show:
+        check_same_run(run)
     return {"slurm": _launch_slurm, "tpu": _launch_tpu}[options.target](run, wanted, show)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 
 
@@ -40,3 +41,10 @@ def writing(path: str | os.PathLike, elsewhere: str) -> Iterator[None]:
         blocked = isinstance(error, (FileExistsError, NotADirectoryError))
         reason = "a file stands in the place of a folder" if blocked else error.strerror or error
         raise Unusable(f"{path} cannot be written: {reason}; free some space or repair the folder, or choose another ({elsewhere})") from error
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook: what to do is then told in a notebook's words."""
+    ipython = sys.modules.get("IPython")  # a kernel has it; nothing else need import it to know
+    shell = ipython.get_ipython() if ipython else None
+    return getattr(shell, "kernel", None) is not None

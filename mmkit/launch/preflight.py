@@ -77,7 +77,7 @@ class Preflight:
 
 
 def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
-    """Counts the model of ``run``, plans it, looks at its data, and raises TooLargeError where it cannot run here.
+    """Counts the model of ``run``, plans it, looks at its data and at the stage before, and raises TooLargeError where it cannot run here.
 
     ConfigError for what training itself would refuse: settings that cannot work together, names of what the model lacks, a schedule or best
     checkpoint that watches what is not measured, held-out data that are trained on, a disk that cannot hold two checkpoints.
@@ -85,18 +85,20 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     """
     from mmkit.launch.disk import check_disk, disk_rows
     from mmkit.launch.requirements import missing, told
-    from mmkit.training import assemble, validation, weights
+    from mmkit.training import assemble, same_run, validation, weights
 
     check_stage(run)
     trains = run.stage != "eval"
     if trains:
         assemble.check(run)
         validation.check(run, tasks=run.model.kind == "clip")
+        same_run.check_same_run(run)
     module = build_meta(run)
     adapters = weights.check_scope(module, run.train, weights.model_file(run).COMPONENTS) if trains else ()
     plan = make_plan(_spelt_out(run), count(run, module), machine or this_machine(run.devices))
     if not run.dry_run:
         plan.check()
+    check_start(run)
     needs = missing(run)
     try:
         sources, samples = data_rows(run)
@@ -110,6 +112,22 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     return Preflight(run, plan, tuple(sources), tuple(adapters), tuple(shapes), needs, tuple(disk_rows(plan, needs)))
 
 
+def check_start(run: RunConfig) -> None:
+    """ConfigError, with what makes it, where the export that ``run`` starts from or scores is missing or of an unfinished
+    run; a dry run counts it among what is missing. CheckpointError where the run in the folder began with another."""
+    from mmkit.evaluation.scoring import export_of
+    from mmkit.training import same_run, weights
+
+    try:
+        export = export_of(run) if run.stage == "eval" else weights.parent_export(run)
+    except ConfigError:
+        if not run.dry_run:
+            raise
+        return
+    if run.stage != "eval":
+        same_run.check_start(run, export)
+
+
 def plan_of(
     run: RunConfig,
     *,
@@ -120,8 +138,12 @@ def plan_of(
     price: float | None = None,
 ) -> Plan:
     """The plan of a run on ``machine``, on named accelerators, or (neither given) on this machine. Data that is not here
-    yet is not made. ConfigError for a stage that the preset does not have, or names of what the model lacks."""
+    yet is not made. ConfigError for a stage that the preset does not have, names of what the model lacks, or what could
+    not be exported."""
+    from mmkit.training.weights import check_exportable
+
     check_stage(run)
+    check_exportable(run)
     if machine is None:
         machine = accelerator(device, devices or 1, price) if device else this_machine(devices or run.devices)
     return make_plan(_spelt_out(run), count(run), machine, samples, row_of(run) if _data_is_here(run) else None)

@@ -103,6 +103,8 @@ def test_the_contrastive_notebooks_record_scores_beside_chance(chain):
 def test_a_stage_without_the_one_before_says_which_command_makes_it(tmp_path):
     outcome = run_notebook(find_notebook("03_finetune"), tmp_path / "out.ipynb", {"model": MODEL, "root": str(tmp_path / "runs")})
     assert outcome.code == USER_ERROR and f"mmkit train --model {MODEL} --stage pretrain" in outcome.message
+    assert f"run 02_pretrain with model='{MODEL}', root=" in outcome.message  # where the user is: in a notebook
+    assert "hidden states" not in (tmp_path / "out.ipynb").read_text() and not (tmp_path / "runs").exists()
     outcome = run_notebook(find_notebook("04_eval"), tmp_path / "out.ipynb", {"model": MODEL, "root": str(tmp_path / "runs")})
     assert outcome.code == USER_ERROR and f"mmkit train --model {MODEL} --stage finetune" in outcome.message
 
