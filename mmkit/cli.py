@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig, SourceConfig, changed, nearest, setting_names
 from mmkit.foreign_names import ours
-from mmkit.launch.launch import ERROR_PREFIX
+from mmkit.launch.launch import ERROR_PREFIX, tell
 from mmkit.listing import EXAMPLES, LISTS
+from mmkit.notebook.parameters import quiet
 from mmkit.presets import read_mapping
 from mmkit.run_options import add_machine, add_run_options, run_of, target_options
 from mmkit.storage import is_remote
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not hasattr(options, "run_command") and not rest:
         parser.print_help()
         return 2
+    quiet()
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         if rest:
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:  # OSError: a path that cannot be written, a full disk
         if options.verbose and not isinstance(error, ConfigError):
             raise
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        tell(error)
         return 2
 
 
@@ -289,9 +291,12 @@ def _launch(options: argparse.Namespace) -> int:
         return _train(options)
     run, wanted = run_of(options), target_options(options)
     from mmkit.training.assemble import check
+    from mmkit.training.same_run import check_same_run
 
     check(run)  # before a job waits in a queue
     show = options.show or run.dry_run
+    if not show:
+        check_same_run(run)
     return {"slurm": _launch_slurm, "tpu": _launch_tpu}[options.target](run, wanted, show)
 
 
@@ -312,8 +317,7 @@ def _launch_slurm(run: RunConfig, wanted: dict[str, str], show: bool) -> int:
 def _launch_tpu(run: RunConfig, wanted: dict[str, str], show: bool) -> int:
     from mmkit.launch import tpu
 
-    target = checked(tpu.TpuConfig, wanted, "--option")
-    return tpu.start(run, target, show=show)
+    return tpu.start(run, checked(tpu.TpuConfig, wanted, "--option"), show=show)
 
 
 def _data_demo(options: argparse.Namespace) -> int:
@@ -419,14 +423,12 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _figures(options: argparse.Namespace) -> int:
-    from mmkit.figures.gallery import FIGURES
+    from mmkit.figures.gallery import FIGURES, chosen
 
     if options.list:
         print("\n".join(FIGURES))
         return 0
-    if unknown := [name for name in options.names if name not in FIGURES]:
-        raise ConfigError(f"no figure {unknown[0]!r}{nearest(unknown[0], FIGURES)}; `mmkit figures --list` names them")
-    for name in options.names or FIGURES:
+    for name in chosen(options.names or FIGURES):
         print(FIGURES[name]().save(options.out))
     return 0
 
@@ -440,8 +442,7 @@ def _notebook_demo(options: argparse.Namespace) -> int:
 def _notebook_run(options: argparse.Namespace) -> int:
     from mmkit.notebook.runner import find_notebook, run_notebook
 
-    values = read_values(options.parameters) if options.parameters else {}
-    values |= {name: value for name, value in options.parameter}
+    values = (read_values(options.parameters) if options.parameters else {}) | dict(options.parameter)
     outcome = run_notebook(find_notebook(options.notebook), options.output, values, autosave=options.autosave, timeout=options.timeout)
     print(f"{ERROR_PREFIX}{outcome.message}" if outcome.code else f"done in {outcome.seconds:.0f} s", file=sys.stderr)
     print(outcome.notebook)

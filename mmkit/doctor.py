@@ -61,6 +61,8 @@ class Report:
     def __str__(self) -> str:
         return f"{text(self.rows())}\n{self.verdict()}"
 
+    __repr__ = __str__
+
 
 def examine() -> Report:
     """Looks at the machine, the packages, the accelerators, the compilers, the offline packs and the schedulers."""

@@ -35,6 +35,7 @@ TAKEN_BY_TESTS = {  # public names that no line of the kit uses yet -> what will
     "mmkit/evaluation/answers.py phrases_equal": REGIONS,
     "mmkit/evaluation/answers.py without_negations": REGIONS,
     "mmkit/evaluation/chat.py open_chat": "the talk widget",
+    "mmkit/notebook/git_index.py after_save": "JupyterLab, as `make lab` tells it to",
 }
 READ_BY_NOTHING: dict[tuple[str, str], str] = {}  # settings that nothing reads yet -> what will
 TOP_MAY_MIX = set(LEVELS[-1])  # the entry points call each other

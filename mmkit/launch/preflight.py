@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mmkit.config import STAGES, ConfigError, DataConfig, RunConfig, SourceConfig
 from mmkit.launch.machine import Machine, check_is_here, machine_of
 from mmkit.launch.plan import Part, Plan, Row, count_parts, make_plan
+from mmkit.notebook.tables import html, text
 from mmkit.presets import preset_tree, presets
 
 if TYPE_CHECKING:
@@ -59,19 +60,17 @@ class Preflight:
         return "".join(f"{table}\n" for table in tables if table)
 
     def _repr_html_(self) -> str:
-        from mmkit.notebook.tables import html
-
-        return f"<pre>{self.plan}</pre>" + "".join(html(rows, caption) for caption, rows in self._tables())
+        return self.plan._repr_html_() + "".join(html(rows, caption) for caption, rows in self._tables())
 
     def __str__(self) -> str:
-        from mmkit.notebook.tables import text
-
         return "\n".join([str(self.plan), *(f"\n{caption}\n{text(rows)}" for caption, rows in self._tables())])
+
+    __repr__ = __str__
 
 
 def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
-    """Counts the model of ``run``, plans it for ``machine`` (None: that of MMKIT_MACHINE, else this one), looks at its data, and
-    raises TooLargeError where it cannot run there.
+    """Counts the model of ``run``, plans it for ``machine`` (None: that of MMKIT_MACHINE, else this one), looks at its data and at the
+    stage before, and raises TooLargeError where it cannot run there.
 
     ConfigError for what training itself would refuse: settings that cannot work together, names of what the model lacks, a schedule or best
     checkpoint that watches what is not measured, held-out data that are trained on, a disk that cannot hold two checkpoints, a machine
@@ -80,7 +79,7 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     """
     from mmkit.launch.disk import check_disk, disk_rows
     from mmkit.launch.requirements import missing, told
-    from mmkit.training import assemble, validation, weights
+    from mmkit.training import assemble, same_run, validation, weights
 
     check_stage(run)
     machine = machine or machine_of()
@@ -90,11 +89,13 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     if trains:
         assemble.check(run)
         validation.check(run, tasks=run.model.kind == "clip")
+        same_run.check_same_run(run)
     module = build_meta(run)
     adapters = weights.check_scope(module, run.train, weights.model_file(run).COMPONENTS) if trains else ()
     plan = make_plan(spelt_out(run), count(run, module), _machine_for(run, machine))
     if not run.dry_run:
         plan.check()
+    check_start(run)
     needs = missing(run)
     try:
         sources, samples = data_rows(run)
@@ -108,6 +109,22 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     return Preflight(run, plan, tuple(sources), tuple(adapters), tuple(shapes), needs, tuple(disk_rows(plan, needs)))
 
 
+def check_start(run: RunConfig) -> None:
+    """ConfigError, with what makes it, where the export that ``run`` starts from or scores is missing or of an unfinished
+    run; a dry run counts it among what is missing. CheckpointError where the run in the folder began with another."""
+    from mmkit.evaluation.scoring import export_of
+    from mmkit.training import same_run, weights
+
+    try:
+        export = export_of(run) if run.stage == "eval" else weights.parent_export(run)
+    except ConfigError:
+        if not run.dry_run:
+            raise
+        return
+    if run.stage != "eval":
+        same_run.check_start(run, export)
+
+
 def plan_of(
     run: RunConfig,
     *,
@@ -115,8 +132,12 @@ def plan_of(
     samples: int | None = None,
     price: float | None = None,
 ) -> Plan:
-    """The plan of a run on ``machine``, or where none is given on this one. Data that is not here yet is not made. ConfigError for a stage that the preset does not have, or names of what the model lacks."""
+    """The plan of a run on ``machine``, or where none is given on this one. Data that is not here yet is not made. ConfigError for a
+    stage that the preset does not have, names of what the model lacks, or what could not be exported."""
+    from mmkit.training.weights import check_exportable
+
     check_stage(run)
+    check_exportable(run)
     machine = dataclasses.replace(_machine_for(run, machine), price=price)
     return make_plan(spelt_out(run), count(run), machine, samples, row_of(run) if _data_is_here(run) else None)
 
