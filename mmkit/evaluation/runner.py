@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import random
 import time
 from collections import defaultdict
@@ -27,7 +28,7 @@ from mmkit.errors import InputError
 from mmkit.evaluation.metrics import majority, priors
 from mmkit.evaluation.task import Task, Unit, differences
 from mmkit.evaluation.zero_shot import Share
-from mmkit.storage import Store
+from mmkit.storage import Store, is_remote
 
 Answer = Callable[[Sequence[Example], Any], list[str]]  # (requests, Decode) -> one generated text each
 Progress = Callable[[str, int, int], None]  # (what, done, of)
@@ -65,10 +66,6 @@ class Result:
         """The main metric; None where only a server or a judge can score."""
         return self.metrics.get(self.main_metric)
 
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """What makes two results the same measurement: task, spec and number of documents."""
-        return (self.task, self.spec_hash, self.n)
 
 
 def evaluate(
@@ -258,12 +255,17 @@ def write_results(
     """Adds ``results`` to ``results.json`` and ``samples.jsonl`` (a line a document) in ``folder``; each
     appears whole or not at all.
 
-    ``extra`` is kept with each of them. A stored result of the same task, spec and number of documents is
-    replaced, all others stay. Files for servers and judges are ``submission-TASK.json``. Returns the path of
-    results.json.
+    ``extra`` is kept with each of them; its ``export`` says what was scored. A stored result of the same task,
+    spec, number of documents and export is replaced, all others stay. Files for servers and judges are
+    ``submission-TASK.json``. Returns the path of results.json.
     """
-    store = Store(folder)
-    replaced = {result.key for result in results}
+    store, extra = Store(folder), dict(extra or {})
+    named = {
+        result.task: {"task": result.task, "spec_hash": result.spec_hash, "n": result.n}
+        | {name: extra[name] for name in ("export",) if name in extra}
+        for result in results
+    }
+    replaced = {_key(tree) for tree in named.values()}
     kept = [tree for tree in read_results(folder)["results"] if _key(tree) not in replaced]
     lines = [
         json.dumps(row, ensure_ascii=False) for row in _read_samples(folder) if _key(row) not in replaced
@@ -271,9 +273,8 @@ def write_results(
     new = []
     for result in results:
         tree = {name: value for name, value in asdict(result).items() if name not in ("rows", "submission")}
-        new.append(tree | dict(extra or {}) | {"when": time.strftime("%Y-%m-%d %H:%M:%S")})
-        named = {"task": result.task, "spec_hash": result.spec_hash, "n": result.n}
-        lines += [json.dumps(named | row, ensure_ascii=False) for row in result.rows]
+        new.append(tree | extra | {"when": time.strftime("%Y-%m-%d %H:%M:%S")})
+        lines += [json.dumps(named[result.task] | row, ensure_ascii=False) for row in result.rows]
         if result.submission:
             store.write(
                 f"submission-{result.task}.json", json.dumps(result.submission, ensure_ascii=False).encode()
@@ -309,23 +310,32 @@ def read_results(path: str | Path) -> dict[str, Any]:
 
 
 def _read_samples(folder: str | Path) -> list[dict[str, Any]]:
-    """The lines of samples.jsonl, each with the spec and number of its result, which files of earlier
+    """The lines of samples.jsonl, each with the spec, number and export of its result, which files of earlier
     versions had once a task.
     """
     store = Store(folder)
     if store.size("samples.jsonl") is None:
         return []
+    results = read_results(folder)["results"]
     of_task = {
-        tree["task"]: {"spec_hash": tree["spec_hash"], "n": tree["n"]}
-        for tree in read_results(folder)["results"]
+        tree["task"]: {name: tree[name] for name in ("spec_hash", "n", "export") if name in tree}
+        for tree in results
     }
+    exports = {_key(tree)[:3]: tree["export"] for tree in results if "export" in tree}
     rows = [json.loads(line) for line in store.read("samples.jsonl").decode().splitlines() if line.strip()]
     unknown = {"spec_hash": "", "n": 0}
-    return [row if "spec_hash" in row else of_task.get(row["task"], unknown) | row for row in rows]
+    rows = [row if "spec_hash" in row else of_task.get(row["task"], unknown) | row for row in rows]
+    return [
+        row if "export" in row or _key(row)[:3] not in exports else {"export": exports[_key(row)[:3]]} | row
+        for row in rows
+    ]
 
 
-def _key(tree: Mapping[str, Any]) -> tuple[str, str, int]:
-    return (tree["task"], tree["spec_hash"], tree["n"])
+def _key(tree: Mapping[str, Any]) -> tuple[str, str, int, str | None]:
+    """What makes two results the same measurement: task, spec, number of documents, and what was scored."""
+    export = tree.get("export")
+    local = export is not None and not is_remote(export)
+    return (tree["task"], tree["spec_hash"], tree["n"], os.path.abspath(export) if local else export)
 
 
 def compared(result: Result, stored: Sequence[Mapping[str, Any]]) -> Result:

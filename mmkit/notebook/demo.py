@@ -82,7 +82,7 @@ def _run_step(step: Step, base: Path, more: dict[str, Any]) -> tuple[Outcome, di
     parameters = {**step.parameters, **more, "root": str(base)}
     output = base / "notebooks" / f"{step.notebook}-{step.parameters['model']}.ipynb"
     outcome = run_notebook(find_notebook(f"{step.notebook}.ipynb"), output, parameters)
-    known = {"name": "name", "tasks": "evaluation.tasks", "limit": "evaluation.limit"}
+    known = {"name": "name", "tasks": "evaluation.tasks", "limit": "evaluation.limit", "start_from": "start_from"}
     asked = {known[key]: value for key, value in more.items() if key in known and value}
     run = load(step.parameters["model"], step.stage, {"root": str(base), **asked})
     suffix = suffix_of(run) if step.notebook == "04_eval" else ""

@@ -14,6 +14,7 @@ from typing import Any
 from mmkit.config import RunConfig, load
 from mmkit.notebook.progress import Progress
 from mmkit.notebook.tables import html, text
+from mmkit.storage import Store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Scored:
     headline: Mapping[str, float] = dataclasses.field(default_factory=dict)
     documents: Mapping[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
     suffix: str = ""
+    export: str = ""  # what was scored
 
     def numbers(self) -> dict[str, Any]:
         """What a notebook records: the headline, and how many documents each task had."""
@@ -41,7 +43,9 @@ class Scored:
         """One line for people."""
         if self.run.dry_run:
             return f"dry run: would score {', '.join(self.run.evaluation.tasks)}"
-        return f"{self.run.preset}/{self.run.name}; results.json and samples.jsonl in {self.run.folder}"
+        return (
+            f"{self.run.preset}/{self.run.name}: {self.export}; results.json and samples.jsonl in {self.run.folder}"
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -67,25 +71,29 @@ def score(run: RunConfig) -> Scored:
     checks the tasks alone.
     """
     from mmkit.evaluation.runner import table
-    from mmkit.evaluation.scoring import check_tasks, evaluate_run, headline
+    from mmkit.evaluation.scoring import check_tasks, evaluate_run, export_of, headline
 
     check_tasks(run)
     if run.dry_run:
         return Scored(run)
     with Progress(1, "scoring") as progress:
         results = evaluate_run(run, progress=lambda what, done, of: _tell(progress, what, done, of))
+    rows, documents = tuple(table(results)), _documents(results)
     return Scored(
-        run, tuple(results), tuple(table(results)), headline(results), _documents(results), suffix_of(run)
+        run, tuple(results), rows, headline(results), documents, suffix_of(run), export_of(run)
     )
 
 
 def suffix_of(run: RunConfig) -> str:
     """What the names of figures and records of this evaluation end in: "" for the preset's own, so that a
-    limited one, or one of other tasks, does not replace them: "-charts-limit20"."""
+    limited one, one of other tasks, or of another export does not replace them: "-charts-limit20"."""
     own, here = load(run.preset, "eval").evaluation, run.evaluation
     parts = ["+".join(here.tasks)] if here.tasks != own.tasks else []
     parts += [f"limit{here.limit or 0}"] if here.limit != own.limit else []
     parts += [f"tokens{here.max_new_tokens or 0}"] if here.max_new_tokens != own.max_new_tokens else []
+    if run.start_from:
+        place = Store(run.start_from).path()
+        parts += ["from", *place.split("/")[-2:], hashlib.sha256(place.encode()).hexdigest()[:6]]
     name = re.sub(r"[^\w+-]", "_", "".join(f"-{part}" for part in parts))
     return name if len(name) <= 60 else f"{name[:50]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -245,6 +246,17 @@ def found(folder):
 def blind(requests, decode) -> list[str]:
     """Says no to everything."""
     return ["no"] * len(requests)
+
+
+def test_results_of_another_export_stand_beside_those_of_the_run(tmp_path):
+    write_results(tmp_path, [evaluate(TASK, sees)], {"export": "runs/tiny/finetune/default/export"})
+    write_results(tmp_path, [evaluate(TASK, blind)], {"export": "exports/other"})
+    stored = read_results(tmp_path)["results"]
+    assert [tree["metrics"]["exact_match"] for tree in stored] == [1.0, 0.3]
+    write_results(tmp_path, [evaluate(TASK, blind)], {"export": str(Path("exports/other").absolute())})  # the same one
+    assert len(read_results(tmp_path)["results"]) == 2
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [row["right"] for row in samples[:10]] == [True] * 10 and len(samples) == 20
 
 
 def test_a_limited_run_or_another_task_or_spec_leaves_finished_results_alone(tmp_path):

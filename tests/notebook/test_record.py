@@ -120,6 +120,8 @@ def test_an_evaluation_that_is_not_the_presets_own_has_names_of_its_own():
         return suffix_of(load("tiny", "eval", values))
 
     assert of() == of(limit=None) == of(name="other") == ""
+    other, again = (of(start_from=f"{root}/tiny/pretrain/default") for root in ("runs", "elsewhere"))
+    assert other.startswith("-from-pretrain-default-") and len({other, again, of()}) == 3
     assert of(limit=20) == "-limit20" and of(tasks=["charts"]) == "-charts" and of(tasks=["charts"], max_new_tokens=9) == "-charts-tokens9"
     many = [of(tasks=["vtab/cars"] * 20 + [str(number)]) for number in range(2)]
     assert len(set(many)) == 2 and all(len(name) <= 60 and "/" not in name for name in many)
