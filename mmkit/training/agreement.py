@@ -40,7 +40,7 @@ def by_each(backend: Any, path: str, open_it: Callable[[], Any]) -> Any:
         raise error
     ranks, text = ", ".join(map(str, problems)), next(iter(problems.values()))
     raise InputError(
-        f"rank {ranks} of {backend.world} cannot read {path}, which the others can: {text}. The run folder must be on a "
-        "disk that every host shares and sees alike, or in an object store; where a host's list of it is only old, the "
-        "same command works once it is new"
+        f"rank {ranks} of {backend.world} cannot read {path}, which the others can: {text}. It must be on a disk that "
+        "every host shares and sees alike, or in an object store; where a host's list of it is only old, the same "
+        "command works once it is new"
     )

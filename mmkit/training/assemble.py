@@ -19,11 +19,13 @@ from torch import nn
 from mmkit.config import ClipConfig, ConfigError, RunConfig
 from mmkit.data.recipe import sources_of
 from mmkit.sharding.backend import Backend, create
+from mmkit.training.agreement import by_each, by_main
 from mmkit.training.checkpoint import Checkpoints
 from mmkit.training.contrastive import ContrastiveObjective, check_model
 from mmkit.training.feed import make_loaders
 from mmkit.training.loss import LanguageObjective
 from mmkit.training.optim import optimizer_factory
+from mmkit.training.same_run import check_same_run
 from mmkit.training.schedule import Schedule, check_lengths, watched
 from mmkit.training.stability import StabilityGuard
 from mmkit.training.weights import (
@@ -74,15 +76,18 @@ class TrainState:
 
 
 def assemble(run: RunConfig) -> TrainState:
-    """The state before step 0 of ``run``. Wrong settings and missing files are refused before weights are read."""
+    """The state before step 0 of ``run``. Wrong settings, another run in its folder and missing files are refused before weights
+    are read."""
     from mmkit.sharding.environment import check_devices
 
     check(run)
-    parent_export(run)
     backend = create(run.backend, run.train.precision)
     check_devices(run, backend.devices)
+    # one look at the disk for all: a process with an older list of it would refuse alone, and leave the others waiting
+    by_main(backend, lambda: check_same_run(run))
+    parent = by_main(backend, lambda: parent_export(run))
     seed_everything(run.seed)
-    model, stored, parts = build_model(run)
+    model, stored, parts = by_each(backend, parent, lambda: build_model(run, parent)) if parent else build_model(run, None)
     tables = prepare_model(model, run, parts.COMPONENTS, stored)
     digests = start_digests(model, stored, backend)
     frozen = frozen_record(model, stored, digests, parts.COMPONENTS)
@@ -113,7 +118,7 @@ def assemble(run: RunConfig) -> TrainState:
     return TrainState(
         run, backend, model, wrapped, data, Schedule(run.train.optimizer, total, watched=watched(run.train)), guard, checkpoints, total,
         accumulator(run, wrapped, objective, backend), stored, frozen, trained, tables, started_with,
-        started_from=parent_export(run), components=parts.COMPONENTS,
+        started_from=parent, components=parts.COMPONENTS,
         blocks=model.blocks, held_out=held_out, precisions=[{"step": 0, "precision": run.train.precision}],
     )  # fmt: skip
 

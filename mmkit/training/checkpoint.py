@@ -32,7 +32,7 @@ from mmkit.config import CheckpointConfig
 from mmkit.errors import InputError
 from mmkit.models.exports import COMPLETE
 from mmkit.storage import Store
-from mmkit.training.agreement import by_each
+from mmkit.training.agreement import by_each, by_main
 
 log = logging.getLogger(__name__)
 
@@ -228,14 +228,26 @@ class Checkpoints:
         has gone back behind it.
         """
         self.wait()
-        kept = [found for found in self.steps() if found <= step] if self.backend.is_main else []
-        return self.backend.broadcast(self.store.path(folder_name(kept[-1])) if kept else None)
+        kept = [found for found in by_main(self.backend, self.steps) if found <= step]
+        return self.store.path(folder_name(kept[-1])) if kept else None
 
     def is_best(self, value: float) -> bool:
-        """Whether ``value`` is finite and beats the metric of every kept checkpoint; decided on the main process for all (U38)."""
+        """Whether ``value`` is finite and beats the metric of every kept checkpoint; decided on the main process for all.
+
+        True as well where the storage does not tell the others' metrics: the save that follows stops the run or goes on, as
+        ``on_disk_full`` says, and a best checkpoint is not lost where the storage answers again.
+        """
         better = min if self.config.best_mode == "min" else max
-        known = [] if not self.backend.is_main else list(self._metric_values().values())
-        return self.backend.broadcast(math.isfinite(value) and better([value, *known]) == value and value not in known)
+
+        def find() -> bool:
+            try:
+                known = list(self._metric_values().values())
+            except OSError as error:
+                log.warning("the metrics of earlier checkpoints cannot be read (%s), so this one counts as the best", error)
+                known = []
+            return math.isfinite(value) and better([value, *known]) == value and value not in known
+
+        return by_main(self.backend, find)
 
     # ------------------------------------------------------------ this process
 

@@ -32,8 +32,8 @@ from mmkit.training.gradients import check_reached
 from mmkit.training.interrupt import Interrupt
 from mmkit.training.metrics import totals
 from mmkit.training.notes import Hooks, Notes, Row, is_best, read_steps, save, settle
-from mmkit.training.run_folder import leave_behind, open_folder, precision_in_force, restore, resume_path
-from mmkit.training.same_run import already_done, check_same_run
+from mmkit.training.run_folder import alone_in_folder, leave_behind, open_folder, precision_in_force, restore, resume_path
+from mmkit.training.same_run import already_done
 from mmkit.training.stability import Decision
 
 log = logging.getLogger(__name__)
@@ -82,9 +82,8 @@ def train(
     """
     hooks, rewind = Hooks(on_log, on_save, on_eval), None
     hooks.check(run)
-    check_same_run(run)
-    with Interrupt() as interrupt:
-        state, path = assembled(run)
+    with Interrupt() as interrupt, contextlib.ExitStack() as held:
+        state, path = assembled(run, held)
         while True:
             if on_assemble:
                 on_assemble(state)
@@ -102,13 +101,14 @@ def train(
             state.asked = run
 
 
-def assembled(run: RunConfig) -> tuple[TrainState, str | None]:
-    """The state of ``run`` before its first step here, and the checkpoint it is to resume from.
+def assembled(run: RunConfig, held: contextlib.ExitStack) -> tuple[TrainState, str | None]:
+    """The state of ``run`` before its first step here, and the checkpoint it is to resume from. ``held`` keeps others out of its folder.
 
     Which one that is, and so in which precision, the processes can agree on only once they are connected: where a rewind
     had changed the precision, the state is built a second time.
     """
     state = assemble(run)
+    held.enter_context(alone_in_folder(state))
     path = resume_path(state)
     precision = precision_in_force(state, path)
     if precision != run.train.precision:

@@ -5,16 +5,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
+import os
 import random
 import re
+import socket
+import time
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from typing import Any
 
 import numpy as np
 
 from mmkit.config import ConfigError, OptimizerConfig, Precision, RunConfig, to_yaml
+from mmkit.errors import writing
+from mmkit.storage import Store
 from mmkit.training.agreement import by_main
 from mmkit.training.assemble import TrainState, seed_everything
 from mmkit.training.checkpoint import Checkpoint, folder_name, open_verified
@@ -23,7 +31,6 @@ from mmkit.training.metrics import MetricsFile, environment
 from mmkit.training.same_run import TOLD, differences, first_difference, refuse_other_start, short, told
 from mmkit.training.schedule import factor
 from mmkit.training.weights import adapter_record, started_with, trained_buffers
-from mmkit.storage import Store
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +39,52 @@ OF_A_TRAINING = (  # what a training leaves in its run folder beside checkpoints
     "samples.jsonl", "submission-*.json", "record-*.json",
 )  # fmt: skip
 LIVES_ON = ("stability", "tensorboard", "config.yaml", "environment.json", "metrics.jsonl")  # of these a branch in the same folder goes on with its own
+LOCK = ".in-use"  # locked, and saying by whom, while a process trains in the folder
 PLACE = re.compile(r"(step|epoch)-(\d+)")
+
+
+@contextlib.contextmanager
+def alone_in_folder(state: TrainState) -> Iterator[None]:
+    """Within it no other process trains in the run folder: two of one name would clear away each other's checkpoints and lines. All
+    processes; ConfigError on all where somebody does. The lock ends with the process. Object stores have none."""
+    store, job = Store(state.run.folder), os.environ.get("SLURM_JOB_ID")
+    again = job and requeued()
+    own = f"process {os.getpid()} on {socket.gethostname()}{f' of job {job}' if job else ''}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+
+    def take() -> None:
+        store.make()
+        with writing(store.path(LOCK), "root=FOLDER"):
+            file = held.enter_context(open(store.path(LOCK), "a+b", buffering=0))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            other = file.read().decode(errors="replace") or "another process"
+            if again and f" of job {job}," in other:
+                # the job was requeued: a network disk frees the lock of a host that has died only after a while
+                log.warning("%s was in use by %s, an earlier start of this job", store.path(), other)
+                return
+            raise ConfigError(
+                f"{store.path()} is in use: {other} trains in it; wait for it or stop it, or give this run another name (name=...). Where "
+                f"that process is gone, remove {store.path(LOCK)}"
+            ) from None
+        except OSError as error:
+            log.info("%s: the disk has no locks (%s), so nobody notices a second run of this name", store.path(), error)
+            return
+        # before it is closed: data workers have the file too
+        held.callback(fcntl.flock, file, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):  # the lock holds on a full disk too
+            file.truncate(0)
+            file.write(own.encode())
+
+    with contextlib.ExitStack() as held:
+        by_main(state.backend, lambda: None if store.remote else take())
+        yield
+
+
+def requeued() -> bool:
+    """Whether SLURM has started this job before."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
 
 
 def save_checkpoint(state: TrainState, metrics: dict[str, float] | None = None) -> bool:
@@ -44,7 +96,7 @@ def save_checkpoint(state: TrainState, metrics: dict[str, float] | None = None) 
         "asked_precision": state.asked.train.precision,
         "history": state.history, "global_batch": state.run.train.global_batch, "adapters": adapter_record(state.run),
         "random": state.backend.all_objects(random_state(state)), "settings": state.asked.model_dump(mode="json"),
-        "started": started_with(state),
+        "started": started_with(state), "job": os.environ.get("SLURM_JOB_ID"),
     }  # fmt: skip
     buffers = trained_buffers(state.model)
     return state.checkpoints.save(state.step, values, buffers=buffers, frozen=state.frozen, metrics=metrics)
@@ -225,9 +277,7 @@ def branch(state: TrainState, path: str, values: dict, entry: dict[str, Any]) ->
 def leave_behind(state: TrainState, step: int) -> None:
     """Moves the run's checkpoints after ``step`` and what was made of its end to ``checkpoints.before-N``. All processes."""
     state.backend.barrier()  # everyone has read what may be moved
-    if state.backend.is_main:
-        set_aside(state.run, [found for found in state.checkpoints.steps() if found > step], lives_on=step >= 0)
-    state.backend.barrier()
+    by_main(state.backend, lambda: set_aside(state.run, [found for found in state.checkpoints.steps() if found > step], lives_on=step >= 0))
 
 
 def checkpoint_at(state: TrainState, place: str) -> str:
@@ -250,12 +300,20 @@ def resume_path(state: TrainState) -> str | None:
     if state.run.resume == "auto":
         return state.checkpoints.latest()
     if state.run.resume == "never":
-        if state.backend.is_main:
-            set_aside(state.run, state.checkpoints.steps())
-        state.backend.barrier()
+        if requeued() and (path := by_main(state.backend, lambda: _of_this_job(state))):
+            log.warning("this job began anew and was requeued; it goes on from %s", path)
+            return path
+        by_main(state.backend, lambda: set_aside(state.run, state.checkpoints.steps()))
         return None
     # a process that looks for itself may have an old list of a shared folder and resume another step than the rest
     return by_main(state.backend, lambda: _named(state))
+
+
+def _of_this_job(state: TrainState) -> str | None:
+    """The newest checkpoint where this SLURM job wrote it: its command says ``resume=never`` each time it is requeued. Main process."""
+    steps = state.checkpoints.steps()
+    path = state.checkpoints.store.path(folder_name(steps[-1])) if steps else None
+    return path if path and Checkpoint(path).state.get("job") == os.environ.get("SLURM_JOB_ID") else None
 
 
 def _named(state: TrainState) -> str:

@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 HASHERS = 4  # threads of a process that hash tensors
 
 
-def build_model(run: RunConfig) -> tuple[nn.Module, dict[str, Stored], Any]:
-    """The model this stage starts from with its weights still in files (`hollow`), where these are, and the model's file
-    (COMPONENTS, SHARDING)."""
+def build_model(run: RunConfig, export: str | None) -> tuple[nn.Module, dict[str, Stored], Any]:
+    """The model this stage starts from (``export``, or where it is None its sources) with its weights still in files (`hollow`), where
+    these are, and the model's file (COMPONENTS, SHARDING)."""
     from mmkit.models.pretrained import hollow
 
-    model, stored = hollow(run.model, parent_export(run))
+    model, stored = hollow(run.model, export)
     return model, stored, model_file(run)
 
 
@@ -224,7 +224,7 @@ def start_digests(model: nn.Module, stored: Mapping[str, Stored], backend: Backe
         mine = names[backend.rank :: backend.world]
         try:
             found = dict(zip(mine, pool.map(digest, mine), strict=True))
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             problem = str(error)
     parts = backend.all_objects((problem, found))
     if problems := [text for text, _ in parts if text]:

@@ -20,7 +20,7 @@ def write(out: Path, stage: int, batch: dict) -> None:
 
     run = tiny_run(out)
     torch.manual_seed(run.seed)
-    model, stored, parts = build_model(run)
+    model, stored, parts = build_model(run, None)
     prepare_model(model, run, parts.COMPONENTS, stored)
     module = LanguageObjective(model)
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)

@@ -19,6 +19,7 @@ from torch import nn
 
 from mmkit.config import BackendConfig, CheckpointConfig, OptimizerConfig, TrainConfig
 from mmkit.sharding.backend import create
+from mmkit.storage import Store
 from mmkit.training import checkpoint as module
 from mmkit.training.checkpoint import Checkpoint, CheckpointError, Checkpoints, open_verified
 from mmkit.training.optim import optimizer_factory
@@ -242,6 +243,20 @@ def test_best_is_decided_by_the_main_process_for_all(tmp_path):
     checkpoints(tmp_path, backend, best_metric="loss").save(1, {}, metrics={"loss": 1.0})
     ranks = Ranks(2)
     answers = ranks.run(lambda rank: checkpoints(tmp_path, ranks.view(rank, backend), best_metric="loss").is_best([0.5, 9.0][rank]))
+    assert answers == [True, True]
+
+
+def test_metrics_that_a_storage_does_not_give_end_no_run_and_make_the_next_the_best(tmp_path, monkeypatch):
+    backend, _ = prepared()
+    checkpoints(tmp_path, backend, best_metric="loss").save(1, {}, metrics={"loss": 1.0})
+    ranks, read = Ranks(2), Store.read
+
+    def fail(self, name, *args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Store, "read", fail)
+    answers = ranks.run(lambda rank: checkpoints(tmp_path, ranks.view(rank, backend), best_metric="loss").is_best(9.0))
+    monkeypatch.setattr(Store, "read", read)
     assert answers == [True, True]
 
 

@@ -66,6 +66,17 @@ def test_processes_resume_the_step_that_the_main_one_sees_or_none(tmp_path, resu
     assert main["first"] == ([5] if resume == "step-4" else [4])  # an epoch is three steps
 
 
+@pytest.mark.parametrize("sees", ["no-list", "no-export"])
+def test_the_main_process_finds_the_stage_before_for_all(tmp_path, sees):
+    train(tiny_run(tmp_path, steps=1))
+    outputs = run_processes("resume_case.py", [tmp_path, "auto", sees, "finetune"], world=2)
+    main, other = (json.loads(output.strip().splitlines()[-1]) for output in outputs)
+    if sees == "no-list":
+        assert (main["steps"], other["steps"]) == (5, 5) and main["first"] == [1]
+    else:
+        assert main == other and "rank 1 of 2 cannot read" in main["error"] and "pretrain/default/export" in main["error"]
+
+
 @pytest.mark.slow
 def test_adapters_on_four_xla_devices_train_and_resume_as_one_process_does(tmp_path):
     settings = SETTINGS | {"model": sourced(tmp_path), "global_batch": 4}
