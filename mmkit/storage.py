@@ -37,6 +37,7 @@ CONNECTION_ERRORS = {
     "gcsfs.retry": ("HttpError",),
     "google.auth.exceptions": ("GoogleAuthError",),
 }
+MARKS = ("manifest.json", "config.json")  # in a checkpoint or export on an object store: all its other files are there
 EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}  # protocol -> the extra that installs its package
 
 
@@ -170,8 +171,12 @@ class Store:
             self._tried(lambda path=path, target=target: self.fs.put_file(str(path), self._inner(target)), target)
 
     def remove(self, name: str) -> None:
-        """Removes a folder, if it is there. Locally it first loses its name, so that no half of it is ever taken for the whole."""
+        """Removes a folder, if it is there. It first loses its name, on an object store its mark, so that no half of it is ever taken for
+        the whole."""
         if self.remote:
+            for mark in MARKS:  # first what says that it is complete
+                if self.size(f"{name}/{mark}") is not None:
+                    self._tried(lambda mark=mark: self.fs.rm_file(self._inner(f"{name}/{mark}")), name)
             with contextlib.suppress(FileNotFoundError):
                 self.fs.invalidate_cache()
                 self._tried(lambda: self.fs.rm(self._inner(name), recursive=True), name)
@@ -192,13 +197,15 @@ class Store:
         _flush_folder(target.parent)
 
     def move(self, name: str, to: str) -> None:
-        """Gives a folder another name; on an object store object by object, copied there without passing through here."""
+        """Gives a folder or file another name; on an object store object by object, copied there without passing through here, and removed
+        only when all are there."""
         if not self.remote:
-            Path(self.base, name).rename(Path(self.base, to))
+            with writing(self.path(to), "root=FOLDER"):
+                Path(self.base, name).rename(Path(self.base, to))
             return
         source, target = self._inner(name), self._inner(to)
         self.fs.invalidate_cache()
-        for file in self._tried(lambda: self.fs.find(source), name):
+        for file in sorted(self._tried(lambda: self.fs.find(source), name), key=lambda file: file.rsplit("/", 1)[-1] in MARKS):
             self._tried(lambda file=file: self.fs.cp_file(file, target + file.removeprefix(source)), file)
         self.remove(name)
 

@@ -13,7 +13,7 @@ from mmkit.evaluation.published import published_score
 from mmkit.evaluation.runner import Progress, Result, compared, evaluate, read_results, write_results
 from mmkit.evaluation.task import Task, find
 from mmkit.evaluation.zero_shot import Share
-from mmkit.models.exports import finished_export, how_to_train
+from mmkit.models.exports import check_parent, finished_export, how_to_train
 from mmkit.storage import fetched
 
 
@@ -114,8 +114,8 @@ def export_of(run: RunConfig) -> str:
     """The export to score: ``start_from``, else the finetune stage's, else the pretrain stage's of the same
     preset and name.
 
-    ConfigError where there is none, and where the stage to score was begun and has not ended: an earlier stage is
-    no stand-in for it.
+    ConfigError where there is none, where the stage to score was begun and has not ended (an earlier stage is no
+    stand-in for it), and where the stage before it was trained anew since.
     """
     if run.start_from:
         folders = {run.start_from.rstrip("/"): "it is what start_from names; let that run end first"}
@@ -125,6 +125,7 @@ def export_of(run: RunConfig) -> str:
         folders = {f"{run.root.rstrip('/')}/{run.preset}/{stage}/{run.name}": go_on[stage] for stage in stages}
     for folder, what_to_do in folders.items():
         if found := finished_export(folder, what_to_do):
+            check_parent(folder, found)
             return found
     stage = "pretrain" if isinstance(run.model, ClipConfig) else "finetune"
     raise ConfigError(f"no export to score in {' or '.join(folders)}; {how_to_train(run, stage, 'make one with')}")

@@ -94,6 +94,23 @@ def finished_export(folder: str, go_on: str) -> str | None:
     return found
 
 
+def check_parent(folder: str, export: str) -> None:
+    """UnfinishedError where the export that the run in ``folder`` began with holds other weights now than it did: what the run made of
+    them is not what the stages make together. Nothing is said where that export, or what was kept of it, is gone."""
+    parent, at = provenance(export).get("started_from"), progress(folder)
+    now = provenance(parent).get("trained", {}) if parent and at else {}
+    if not now:
+        return
+    frozen = json.loads(Store(f"{folder}/checkpoints/step-{at.step:08d}").read("manifest.json")).get("frozen", {})
+    before = (at.state.get("started") or {}) | {name: digest for row in frozen.values() for name, digest in row.get("tensors", {}).items()}
+    changed = next((name for name, digest in before.items() if name in now and now[name] != digest), None)
+    if changed:
+        raise UnfinishedError(
+            f"the run in {folder} was trained from other weights than {parent} holds now (first {changed}): that stage was trained anew "
+            f"since; train this one anew with resume=never, or take its export as it is with start_from={export}"
+        )
+
+
 def train_command(run: RunConfig, stage: str) -> str:
     """The command that trains ``stage`` for the model, name and root of ``run``."""
     options = {"name": "--name", "root": "--run-dir"}

@@ -15,9 +15,10 @@ from mmkit.errors import InputError
 from mmkit.models.exports import PROVENANCE, provenance
 from mmkit.models.hollow import base_name, digest_of
 from mmkit.storage import Store
+from mmkit.training.agreement import by_main
 from mmkit.training.assemble import TrainState
 
-
+UNCHECKED = "export.tmp"  # an export on its way
 
 def export(state: TrainState) -> str:
     """Writes ``export/``: weights under the model's own names, adapter, config, tokenizer; read back by `models.pretrained`.
@@ -32,17 +33,26 @@ def export(state: TrainState) -> str:
     if holds_trained(state, store):
         return store.path("export")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch, "export") if store.remote else Path(store.path("export"))
+        folder = Path(scratch, "export") if store.remote else Path(store.path(UNCHECKED))
         words = tokenizer(state.run.model) if backend.is_main else None
         save_pretrained(state.model, folder, state.run.model, words, whole_tensors(state, trained), backend.is_main)
-        if backend.is_main:
+
+        def publish() -> None:
+            # nobody takes it for the run's export before it has proved to hold what was trained and says so itself
             check_written(folder, trained, state)
             facts = {"run": state.run.folder, "stage": state.run.stage, "step": state.step, "trained": trained}
             facts["started_from"] = state.started_from
             (folder / PROVENANCE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf8")
-        if store.remote and backend.is_main:
-            store.upload(folder, "export", last="config.json")
-    backend.barrier()
+            if store.remote:
+                store.upload(folder, "export", last="config.json")
+            else:
+                store.rename(UNCHECKED, "export")
+
+        try:
+            by_main(backend, publish)
+        finally:
+            if backend.is_main and not store.remote:
+                store.remove(UNCHECKED)
     return store.path("export")
 
 

@@ -90,6 +90,32 @@ def test_starting_anew_keeps_the_old_checkpoints_and_a_spike_leaves_its_event(bu
     assert events(run.folder)[0]["decision"]["action"] == "stop"
 
 
+@on_each_store
+def test_a_folder_cut_off_on_its_way_is_complete_in_its_old_place_or_in_the_new_one(bucket, monkeypatch):
+    store = Store(f"{bucket.url}/moved")
+    names = ("a.safetensors", "manifest.json", "state.json")
+    for name in names:
+        store.write(f"old/{name}", name.encode())
+    for action in ("cp_file", "rm_file", "rm"):
+        n, real = [0], getattr(store.fs, action)
+
+        def cut(*args, **options):
+            n[0] += 1
+            if n[0] == (2 if action == "cp_file" else 1):  # noqa: B023
+                raise PermissionError("not now")
+            return real(*args, **options)  # noqa: B023
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store.fs, action, cut)
+            with pytest.raises(PermissionError):
+                store.move("old", "new")
+        complete = [place for place in ("old", "new") if store.size(f"{place}/manifest.json") is not None]
+        assert complete, action
+        assert all(store.size(f"{place}/{name}") == len(name) for place in complete for name in names), action
+    store.remove("new")
+    assert store.size("new/a.safetensors") is None
+
+
 def test_a_shard_that_no_longer_answers_is_named_and_the_rest_is_read(bucket, tmp_path, monkeypatch):
     from mmkit.data import tar_files
 

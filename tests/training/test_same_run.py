@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -15,12 +16,13 @@ import torch
 import yaml
 
 from mmkit.config import ConfigError, RunConfig, changed, setting_names
+from mmkit.errors import Unusable, writing
 from mmkit.evaluation.scoring import export_of
 from mmkit.launch.launch import launch
 from mmkit.launch.preflight import plan_of, preflight
 from mmkit.notebook.record import read_record, record
 from mmkit.storage import Store
-from mmkit.training import same_run
+from mmkit.training import exporting, same_run
 from mmkit.training.checkpoint import Checkpoint, CheckpointError, _own_hash
 from mmkit.training.loop import train
 from mmkit.training.same_run import CLASSES, FIXED, FREE, NAMED, PLACE, TOLD, class_of, differences
@@ -257,8 +259,14 @@ def test_after_a_retrain_the_export_is_the_model_just_trained_and_the_next_stage
     for starts in (train, preflight):
         with pytest.raises(CheckpointError, match="was trained from other weights than .* holds now .*trained anew.*resume=never"):
             starts(tiny_run(tmp_path, **tune))
+    score = changed(again, stage="eval")
+    with pytest.raises(ConfigError, match="finetune/default was trained from other weights than .*anew since.*start_from="):
+        export_of(score)
+    stale = f"{first.root}/{first.preset}/finetune/default/export"
+    assert export_of(changed(score, start_from=stale)) == stale  # named, it is taken as it is
     tuned = train(tiny_run(tmp_path, resume="never", **tune | {"steps": 1}, **optimizer(lr=1e-9)))
     end = exported(tuned.export)
+    assert export_of(score) == tuned.export
     assert all(torch.allclose(new[name], end[name], atol=1e-7) for name in new) and not torch.allclose(old["connector.queries"], end["connector.queries"])
 
 
@@ -276,6 +284,71 @@ def test_an_export_of_other_weights_at_the_same_step_is_written_anew(tmp_path):
     (export / "training.json").write_text(json.dumps(facts))
     train(run)
     assert json.loads((export / "training.json").read_text())["trained"] != facts["trained"]
+
+
+def test_an_export_that_does_not_hold_what_was_trained_is_never_under_its_name(tmp_path, monkeypatch):
+    run = tiny_run(tmp_path, steps=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting, "other_in_files", lambda folder, trained: list(trained)[:1])
+        with pytest.raises(ValueError, match="does not hold what was trained"):
+            train(run)
+    assert {path.name for path in Path(run.folder).iterdir() if path.is_dir()} == {"checkpoints"}
+    with pytest.raises(ConfigError, match="has made all its 1 steps but has no export"):
+        train(tiny_run(tmp_path, stage="finetune", steps=1))
+    assert train(run).reason == "already done" and holds(f"{run.folder}/export", run)
+
+
+def test_a_second_run_of_one_name_at_the_same_time_is_refused(tmp_path):
+    run, told = tiny_run(tmp_path, steps=4, checkpoint={"save_every": 1}), []
+
+    def second(row):
+        if row["step"] == 2:
+            for resume in ("auto", "never"):
+                with pytest.raises(ConfigError, match=rf"is in use: process {os.getpid()} on .* trains in it") as error:
+                    train(changed(run, resume=resume))
+                told.append(error.value)
+            assert train(changed(run, name="other")).reason == "done"
+
+    assert train(run, on_log=second).reason == "done" and len(told) == 2
+    assert [row["step"] for row in lines(run)] == [1, 2, 3, 4] and holds(f"{run.folder}/export", run)
+    assert train(run).reason == "already done"  # nobody holds it any more
+
+
+def test_a_requeued_job_that_began_anew_goes_on_and_another_job_begins_anew(tmp_path, monkeypatch):
+    train(tiny_run(tmp_path, steps=2, **optimizer(lr=0.1)))
+    run = tiny_run(tmp_path, steps=6, resume="never", checkpoint={"save_every": 1})
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert train(run, on_log=stop_at(2)).reason == "interrupted"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert train(run).reason == "done" and [row["step"] for row in lines(run)] == [1, 2, 3, 4, 5, 6]
+    asides = lambda: sorted(path.name for path in Path(run.folder).glob("checkpoints.before-*"))  # noqa: E731
+    assert asides() == ["checkpoints.before-1"]
+    monkeypatch.setenv("SLURM_JOB_ID", "8")  # requeued before it wrote anything
+    assert train(run, on_log=stop_at(1)).reason == "interrupted" and asides() == ["checkpoints.before-1", "checkpoints.before-2"]
+
+
+@pytest.mark.parametrize("fails_at", range(1, 6))
+def test_a_disk_that_fails_while_a_training_is_set_aside_loses_nothing_of_it(tmp_path, monkeypatch, fails_at):
+    run = tiny_run(tmp_path, steps=2, checkpoint={"save_every": 1, "keep_last": 9})
+    train(run)
+    kept = {path.name: path.read_bytes() for path in Path(run.folder).rglob("*") if path.is_file() and path.suffix}
+    move, n = Store.move, [0]
+
+    def failing(self, name, to):
+        n[0] += 1
+        if n[0] == fails_at:
+            with writing(self.path(to), "root=FOLDER"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+        move(self, name, to)
+
+    anew = changed(run, resume="never", train__optimizer__lr=0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "move", failing)
+        with pytest.raises(Unusable, match="No space left"):
+            train(anew)
+    found = {path.name: path.read_bytes() for path in Path(run.folder).rglob("*") if path.is_file() and path.suffix}
+    assert found == kept
+    assert train(changed(anew, resume="auto") if fails_at > 2 else anew).reason == "done" and holds(f"{run.folder}/export", anew)
 
 
 def test_an_unfinished_stage_is_no_start_for_the_next_and_not_scored(tmp_path):
