@@ -43,6 +43,20 @@ def writing(path: str | os.PathLike, elsewhere: str) -> Iterator[None]:
         raise Unusable(f"{path} cannot be written: {reason}; free some space or repair the folder, or choose another ({elsewhere})") from error
 
 
+@contextlib.contextmanager
+def given_to_library(setting: str) -> Iterator[None]:
+    """Within it a library builds what the user's ``setting`` describes: whatever it says against it (each library has kinds of errors of
+    its own) becomes a `ConfigError` with that setting's name."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said = f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+        raise ConfigError(f"{setting} cannot be built: {said[:300]}; correct the value it names, or leave it out for the preset's own") from error
+
+
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook: what to do is then told in a notebook's words."""
     ipython = sys.modules.get("IPython")  # a kernel has it; nothing else need import it to know

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmkit.config import ClipConfig, ConfigError, nearest
-from mmkit.errors import InputError
+from mmkit.errors import InputError, given_to_library
 from mmkit.models import packs
 from mmkit.models.convert import files
 from mmkit.models.encoders import block_names
@@ -187,10 +187,8 @@ def _network(config: ClipConfig) -> nn.Module:
     custom = settings.pop("custom_text", False) or "hf_model_name" in text
     kind = open_clip.CoCa if "multimodal_cfg" in settings else open_clip.CustomTextCLIP if custom else open_clip.CLIP
     layer = int8_layer(config.int8_linear) if config.int8_linear else None
-    try:
+    with given_to_library(f"model.architecture of {config.name!r}"):
         network = kind(**settings, nonscalar_logit_scale=True)  # FSDP2 and DeepSpeed refuse 0-dim parameters
-    except TypeError as error:
-        raise ConfigError(f"model.architecture of {config.name!r} does not suit open_clip's {kind.__name__}: {error}") from None
     return replace_linear(network, layer, INT8_LAYERS) if layer else network
 
 

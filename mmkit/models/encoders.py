@@ -8,6 +8,7 @@ when an encoder is trained. Nothing here knows of connectors or language models.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mmkit.config import ConfigError, EncoderConfig, nearest
-from mmkit.errors import InputError
+from mmkit.errors import InputError, given_to_library
 from mmkit.models import packs
 from mmkit.models.convert import files
 from mmkit.models.hollow import Reader
@@ -251,7 +252,8 @@ def build_encoder(config: EncoderConfig, device: str | torch.device = "cpu") -> 
     spec = spec_of(config)
     if config.resolution:
         spec = replace(spec, resolution=config.resolution)
-    with torch.device(device):
+    own = given_to_library(f"model.encoders: {config.name} with architecture {config.architecture}")
+    with torch.device(device), own if config.architecture else contextlib.nullcontext():
         encoder = _FAMILIES[spec.family](spec, config)
     return encoder.requires_grad_(False).eval()
 
@@ -439,7 +441,8 @@ def _hf_config(name: str, config: EncoderConfig):
 
     settings = dict(config.architecture or {})
     if "model_type" in settings:
-        return AutoConfig.for_model(**settings)
+        with given_to_library(f"model.encoders: {config.name} with architecture {config.architecture}"):
+            return AutoConfig.for_model(**settings)
     try:
         return AutoConfig.from_pretrained(config.weights or name)
     except (OSError, ValueError) as error:

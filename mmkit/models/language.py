@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmkit.config import LanguageConfig, nearest
-from mmkit.errors import InputError
+from mmkit.errors import InputError, given_to_library
 from mmkit.models.convert import files
 from mmkit.models.hollow import Reader, same_tensor, without_memory
 
@@ -69,7 +69,7 @@ def load_language(config: LanguageConfig, device: str | torch.device = "cpu", we
 
     wanted = hf_config(config.architecture)
     if str(device) == "meta" or not weights or config.source == "random":
-        with torch.device(device):
+        with torch.device(device), given_to_library("model.language.architecture"):
             return AutoModelForCausalLM.from_config(wanted, attn_implementation=attention(wanted), dtype=torch.float32)
     return _from_weights(str(folder or config.source), wanted).to(device)
 
@@ -107,7 +107,7 @@ def _grown(read: Reader, size: int) -> Tensor:
 
 def hf_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
     """The transformers config of an ``architecture`` mapping; ValueError for a model type or activation it does not have."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.activations import ACT2FN
 
     fields = dict(architecture)
@@ -117,7 +117,11 @@ def hf_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
         value = fields.get(name)
         if value is not None and value not in ACT2FN:
             raise InputError(f"language.architecture.{name} {value!r} is not an activation of transformers{nearest(value, ACT2FN)}")
-    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    kind = fields.pop("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise InputError(f"language.architecture.model_type {kind!r} is no model of transformers{nearest(kind, CONFIG_MAPPING)}")
+    with given_to_library("model.language.architecture"):
+        return AutoConfig.for_model(kind, **fields)
 
 
 def attention(config: PretrainedConfig) -> str:

@@ -234,6 +234,12 @@ def note_changes(state: TrainState, path: str, values: dict) -> None:
     if length[0] != length[1] and "train.steps" not in changes:
         changes["steps of the run"] = length
     trains_on = state.step < state.total_steps
+    if not trains_on and branches(values, state.asked) and (idle := [each for each in found if each.kind != TOLD]):
+        # a config.yaml with them would claim a training that never was
+        raise ConfigError(
+            f"resume = {state.asked.resume!r} is at step {state.step} of {state.total_steps}, so nothing would be trained with "
+            f"{'; '.join(f'{each.path} = {short(each.new)}' for each in idle[:4])}: raise train.steps, or name an earlier checkpoint"
+        )
     entry = {"changes": changes} | ({"lr": rates_around(state, values)} if trains_on else {})
     if branches(values, state.asked):
         branch(state, path, values, entry)

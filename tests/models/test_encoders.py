@@ -183,6 +183,17 @@ def test_hugging_face_encoders_work_from_an_architecture():
         assert encoder(torch.randn(1, 3, 28, 28)).shape == (1, 4, 16)
 
 
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [("clip-l-336", {"hidden_size": 33}), ("dinov2-g-378", {"num_hidden_layers": "x"}), ("convnext-xxl-1024", {"dephts": [1]}),
+     ("hf:any/name", {"model_type": "siglip_vision_model", "hidden_size": "x"}), ("open_clip:ViT-B-32", {"layers": "x"})],
+)  # fmt: skip
+def test_an_architecture_that_a_library_does_not_take_is_told_in_one_line(name, architecture):
+    with pytest.raises(ConfigError, match=f"^model.encoders: {name} with architecture .* cannot be built: ") as told:
+        build_encoder(EncoderConfig(name=name, side=4, architecture=architecture), "meta")
+    assert "\n" not in str(told.value)
+
+
 def test_unknown_encoders_are_named_with_the_nearest_right_name():
     with pytest.raises(ConfigError, match="no encoder 'clip-l-366'; did you mean 'clip-l-336'"):
         spec_of(EncoderConfig(name="clip-l-366", side=24))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mmkit.config import LanguageConfig
+from mmkit.errors import InputError
 from mmkit.models.language import Places, adjust_logits, decoder_layers, hf_config, load_language, run, visible
 
 TINY = {
@@ -126,6 +127,21 @@ def test_a_missing_tensor_is_named(tmp_path):
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ValueError, match=r"lack \d+ tensors: model.layers.0.input_layernorm.weight"):
         load_language(tiny("llama").model_copy(update={"source": str(tmp_path)}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vocab_size": "abc"}, "vocab_size.* got str"),
+        ({"hidden_size": 33}, "33.* not a multiple of"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"model_type": "lama"}, "model_type 'lama' is no model of transformers.*llama"),
+    ],
+)  # fmt: skip
+def test_a_value_that_the_library_does_not_take_is_told_in_one_line(fields, message):
+    with pytest.raises(InputError, match=rf"^(model\.)?language\.architecture.*{message}") as told:
+        load_language(tiny("llama", **fields))
+    assert "\n" not in str(told.value)
 
 
 def test_an_architecture_without_model_type_is_refused():

@@ -246,6 +246,22 @@ def test_best_is_decided_by_the_main_process_for_all(tmp_path):
     assert answers == [True, True]
 
 
+def test_a_fault_between_the_files_of_a_background_save_reaches_the_loop(tmp_path, monkeypatch):
+    backend, _ = prepared()
+    saver, size = checkpoints(tmp_path, backend, background=True, on_disk_full="continue"), Store.size
+
+    def fail(self, name):
+        if name.endswith("rank-00000.json"):
+            raise KeyError("a fault of the program")
+        return size(self, name)
+
+    monkeypatch.setattr(Store, "size", fail)
+    saver.save(1, {})
+    with pytest.raises(RuntimeError, match="step 1 could not be written.*a fault of the program"):
+        saver.wait()
+    assert saver.steps() == []
+
+
 def test_metrics_that_a_storage_does_not_give_end_no_run_and_make_the_next_the_best(tmp_path, monkeypatch):
     backend, _ = prepared()
     checkpoints(tmp_path, backend, best_metric="loss").save(1, {}, metrics={"loss": 1.0})

@@ -190,6 +190,10 @@ def test_a_named_checkpoint_may_be_resumed_with_other_settings_and_each_change_i
     assert all(torch.equal(old[name], tensor) for name, tensor in exported(aside / "export").items())
     assert yaml.safe_load((aside / "config.yaml").read_text())["train"]["optimizer"]["lr"] == 1e-3 and not read_record("02_pretrain", run)
     assert train(branch).reason == train(changed(branch, resume="auto")).reason == "already done"
+    before = {path: path.read_bytes() for path in Path(run.folder).rglob("*") if path.is_file() and path.name != ".in-use"}
+    with pytest.raises(ConfigError, match=r"'step-4' is at step 4 of 4, so nothing would be trained with train.optimizer.lr = 0.5: raise train.steps"):
+        train(changed(branch, resume="step-4", train__optimizer__lr=0.5))
+    assert {path: path.read_bytes() for path in before} == before
     assert train(changed(branch, train__optimizer__lr=1e-4)).reason == "done"  # the same name with yet another rate branches again
     assert [each["changes"]["train.optimizer.lr"] for each in newest(run).state["history"]] == [[1e-3, 1e-4]]
     with pytest.raises(ConfigError, match=r"model.connector.width = 16, this one has 32: give it another name \(name=...\), or start anew with resume=never$"):
