@@ -22,7 +22,7 @@ from mmkit.launch.launch import ERROR_PREFIX, tell
 from mmkit.listing import EXAMPLES, LISTS
 from mmkit.notebook.parameters import quiet
 from mmkit.presets import read_mapping
-from mmkit.run_options import add_run_options, pair, run_of
+from mmkit.run_options import add_machine, add_run_options, run_of, target_options
 from mmkit.storage import is_remote
 from mmkit.values import checked, read_yaml
 
@@ -122,8 +122,8 @@ def _add_plan(commands: Any) -> None:
     add_run_options(parser)
     parser = _command(commands, "plan", _plan, "Memory, time, cost and disk of a run, and what is missing, before a byte is downloaded.")
     add_run_options(parser)
-    parser.add_argument("--device", metavar="NAME", help="plan for this accelerator, as a100-80gb or tpu-v4 (default: this machine)")
-    parser.add_argument("--devices", type=int, metavar="N", help="how many of them share the run")
+    add_machine(parser)
+    parser.add_argument("--all", action="store_true", help="instead: which preset fits which machine, at --stage (default: finetune)")
     parser.add_argument("--samples", type=int, metavar="N", help="examples of one epoch, where the data is not here")
     parser.add_argument("--price", type=float, metavar="USD", help="price of one device for one hour")
 
@@ -154,7 +154,9 @@ def _add_data(commands: Any) -> None:
 
 
 def _add_train(commands: Any) -> None:
-    add_run_options(_command(commands, "train", _train, "Train one stage of a model."))
+    parser = _command(commands, "train", _train, "Train one stage of a model.")
+    add_run_options(parser)
+    add_machine(parser)
 
 
 def _add_eval(commands: Any) -> None:
@@ -168,6 +170,7 @@ def _add_eval(commands: Any) -> None:
 def _add_launch(commands: Any) -> None:
     parser = _command(commands, "launch", _launch, "Train on this machine, a SLURM cluster or a TPU pod.")
     add_run_options(parser)
+    add_machine(parser)
     parser.add_argument("--target", choices=("local", "slurm", "tpu"), default="local")
     for name in ("slurm", "tpu"):
         parser.add_argument(f"--{name}", action="store_const", const=name, dest="target", help=f"the same as --target {name}")
@@ -238,11 +241,17 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from mmkit.launch.machine import machine_of
+    from mmkit.launch.overview import overview
     from mmkit.launch.preflight import plan_of
     from mmkit.launch.requirements import beside
+    from mmkit.notebook.tables import text
 
-    named = {name: getattr(options, name) for name in ("device", "devices", "samples", "price")}
-    plan = plan_of(run_of(options), **named)
+    machine = machine_of(options.machine)
+    if options.all:
+        print(text(overview([options.model] if options.model else (), options.stage or "finetune", machine)))
+        return 0
+    plan = plan_of(run_of(options), machine=machine, samples=options.samples, price=options.price)
     print(f"{plan}\n\n{beside(plan)}")
     return 0
 
@@ -258,6 +267,7 @@ def _get(options: argparse.Namespace) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from mmkit.launch.launch import is_worker, launch
+    from mmkit.launch.machine import machine_of
     from mmkit.launch.preflight import preflight
     from mmkit.notebook.progress import Progress
     from mmkit.sharding.environment import process_environment
@@ -268,7 +278,7 @@ def _train(options: argparse.Namespace) -> int:
         if process_environment(os.environ).rank == 0:  # for the job's log
             print(result)
         return 0
-    report = preflight(run)
+    report = preflight(run, machine_of(options.machine))
     if run.dry_run:
         print(report)
         return 0
@@ -282,7 +292,7 @@ def _train(options: argparse.Namespace) -> int:
 def _launch(options: argparse.Namespace) -> int:
     if options.target == "local":
         return _train(options)
-    run, wanted = run_of(options), dict(pair(text, "--option") for text in options.option)
+    run, wanted = run_of(options), target_options(options)
     from mmkit.training.assemble import check
     from mmkit.training.same_run import check_same_run
 

@@ -26,6 +26,12 @@ def add_run_options(parser: argparse.ArgumentParser, stage: str | None = None) -
     parser.set_defaults(fixed_stage=stage)
 
 
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """The option that names a machine; `launch.machine.machine_of` reads it."""
+    names = "8xa100-80gb, 2x8xh100-80gb, v4-64 or cpu (default: $MMKIT_MACHINE, else this one)"
+    parser.add_argument("--machine", metavar="NAME", help=f"the machine the run is for: {names}")
+
+
 def run_of(options: argparse.Namespace) -> RunConfig:
     """The run that the options describe; ConfigError names the option at fault."""
     from mmkit.notebook.parameters import assemble, backend_settings
@@ -53,6 +59,22 @@ def run_of(options: argparse.Namespace) -> RunConfig:
     overrides |= {name: value for name, value in where.items() if value}
     stage = options.fixed_stage or options.stage or "pretrain"
     return assemble(overrides, stage, "the command line")
+
+
+def target_options(options: argparse.Namespace) -> dict[str, str]:
+    """The target's options: those after --option, and those that a machine given by name (--machine, MMKIT_MACHINE) stands for.
+
+    ConfigError where both name the same one with other values, and for a machine that is not of the target's kind.
+    """
+    from mmkit.launch.machine import job_options, machine_of
+
+    given = dict(pair(text, "--option") for text in options.option)
+    machine = machine_of(options.machine)
+    meant = job_options(machine, options.target) if machine.named else {}
+    for name, value in given.items():
+        if meant.get(name, value) != value:
+            raise ConfigError(f"--option {name}={value}, but machine {machine.name} has {name} {meant[name]}; leave one of them out")
+    return meant | given
 
 
 def pair(text: str, option: str) -> tuple[str, str]:
