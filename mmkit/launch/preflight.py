@@ -6,7 +6,6 @@ The model is built on the meta device, full-sized and without a byte of weights,
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
