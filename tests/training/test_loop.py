@@ -291,8 +291,8 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_written(tmp_pa
 def test_a_trained_tensor_without_a_gradient_is_an_error_unless_allowed(tmp_path, monkeypatch):
     real = assemble.build_model
 
-    def with_an_unused_weight(run):
-        model, *rest = real(run)
+    def with_an_unused_weight(run, export):
+        model, *rest = real(run, export)
         model.connector.forgotten = torch.nn.Parameter(torch.zeros(3))
         return model, *rest
 
