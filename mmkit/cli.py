@@ -421,7 +421,7 @@ def _eval(options: argparse.Namespace) -> int:
     named = {"evaluation.tasks": options.tasks, "evaluation.limit": options.limit, "start_from": options.start_from}
     run = run_of(options)
     wanted = {name.replace(".", "__"): value for name, value in named.items() if value is not None}
-    run = changed(run, **wanted) if wanted else run
+    run = changed(run, "the command line", **wanted) if wanted else run
     if run.dry_run:
         print(preflight(run))
     print(score(run))

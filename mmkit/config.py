@@ -394,12 +394,17 @@ def to_yaml(run: RunConfig) -> str:
     return yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False)
 
 
-def changed(run: RunConfig, **values: Any) -> RunConfig:
-    """A new, checked RunConfig with some settings replaced (dots written as double underscores)."""
-    tree = run.model_dump(mode="json")
-    for name, value in values.items():
-        _assign(tree, name.replace("__", "."), value, "code")
-    return _validate(tree, "code")
+def changed(run: RunConfig, source: str = "", /, **values: Any) -> RunConfig:
+    """A new, checked RunConfig with some settings replaced (dots written as double underscores).
+
+    ``source`` is where a user gave them; a setting that the run does not read is then refused, as by `load`.
+    """
+    tree, told = run.model_dump(mode="json"), source or "code"
+    paths = [_assign(tree, name.replace("__", "."), value, told) for name, value in values.items()]
+    new = _validate(tree, told)
+    if source:
+        rules.check_read(new, paths, source)
+    return new
 
 
 def setting_path(name: str, source: str = "overrides") -> tuple[str, ...]:
