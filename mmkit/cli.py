@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         if rest:
-            _refuse(rest, vars(options))
+            _refuse(rest, vars(options).keys() - {"run_command", "fixed_stage"})
         return options.run_command(options) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -60,6 +60,9 @@ def _refuse(words: list[str], options: Iterable[str]) -> None:
     """ConfigError for words that are none of the command's ``options``: a setting's name, ours or another program's, goes after --set."""
     word = next((word for word in words if word.startswith("-")), words[0])
     name = word.lstrip("-").partition("=")[0].replace("-", "_")
+    begun = [option for option in options if name and option.startswith(name)]
+    if len(begun) == 1:  # an option cut short, or written with '_'
+        raise ConfigError(f"no option {word}; did you mean --{begun[0].replace('_', '-')}?")
     known = setting_names()
     settings = [path for path in known if path == name or path.endswith(f".{name}")]
     if settings:
@@ -73,9 +76,19 @@ def _refuse(words: list[str], options: Iterable[str]) -> None:
 # ---------------------------------------------------------------- the parser
 
 
-def build_parser() -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser, and one of each command, that takes options by their whole name only.
+
+    argparse would read ``--lim`` as ``--limit``, so a script's meaning would change with each option that is added.
+    """
+
+    def __init__(self, **settings: Any):
+        super().__init__(allow_abbrev=False, **settings)
+
+
+def build_parser() -> Parser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(prog="mmkit", description=__doc__.splitlines()[0])
+    parser = Parser(prog="mmkit", description=__doc__.splitlines()[0])
     parser.set_defaults(verbose=False)
     parser.add_argument("--version", action="version", version=f"mmkit {importlib.metadata.version('mmkit')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -408,7 +421,7 @@ def _eval(options: argparse.Namespace) -> int:
     named = {"evaluation.tasks": options.tasks, "evaluation.limit": options.limit, "start_from": options.start_from}
     run = run_of(options)
     wanted = {name.replace(".", "__"): value for name, value in named.items() if value is not None}
-    run = changed(run, **wanted) if wanted else run
+    run = changed(run, "the command line", **wanted) if wanted else run
     if run.dry_run:
         print(preflight(run))
     print(score(run))

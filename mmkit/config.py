@@ -7,6 +7,7 @@ impossible combination is a `ConfigError` that says which field, which value, wh
 
 from __future__ import annotations
 
+import html
 import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +20,7 @@ from mmkit.errors import ConfigError
 from mmkit.presets import PARAMS as PARAMS
 from mmkit.presets import merge, origin, preset_tree, read_mapping
 from mmkit.presets import presets as presets
-from mmkit.values import example, explain, hint, kinds_of, nearest, parsed
+from mmkit.values import example, explain, hint, kinds_of, nearest, parsed, yaml_lines
 
 Stage = Literal["pretrain", "finetune", "eval"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -31,9 +32,19 @@ IGNORE_INDEX = -100  # a label that carries no loss
 
 
 class Settings(BaseModel):
-    """Base of all settings: frozen, unknown names refused."""
+    """Base of all settings: frozen, unknown names refused. At the end of a cell they show, as YAML, what differs from the defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    def __repr__(self) -> str:
+        tree = self.model_dump(mode="json", exclude_defaults=True)
+        return "\n".join((f"# {type(self).__name__}: {'what differs from the defaults' if tree else 'the defaults'}", *yaml_lines(tree)))
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        every = html.escape(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+        return f"<pre>{html.escape(str(self))}</pre><details><summary>all settings</summary><pre>{every}</pre></details>"
 
 
 class EncoderConfig(Settings):
@@ -383,12 +394,17 @@ def to_yaml(run: RunConfig) -> str:
     return yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False)
 
 
-def changed(run: RunConfig, **values: Any) -> RunConfig:
-    """A new, checked RunConfig with some settings replaced (dots written as double underscores)."""
-    tree = run.model_dump(mode="json")
-    for name, value in values.items():
-        _assign(tree, name.replace("__", "."), value, "code")
-    return _validate(tree, "code")
+def changed(run: RunConfig, source: str = "", /, **values: Any) -> RunConfig:
+    """A new, checked RunConfig with some settings replaced (dots written as double underscores).
+
+    ``source`` is where a user gave them; a setting that the run does not read is then refused, as by `load`.
+    """
+    tree, told = run.model_dump(mode="json"), source or "code"
+    paths = [_assign(tree, name.replace("__", "."), value, told) for name, value in values.items()]
+    new = _validate(tree, told)
+    if source:
+        rules.check_read(new, paths, source)
+    return new
 
 
 def setting_path(name: str, source: str = "overrides") -> tuple[str, ...]:

@@ -23,7 +23,7 @@ READ_WITH: dict[str, dict[str, str]] = {  # a setting that only some runs read -
 
 
 def check(run: RunConfig, source: str) -> None:
-    """ConfigError for a name that cannot be a folder, or a batch that its devices cannot share."""
+    """ConfigError for a name that cannot be a folder, a batch that its devices cannot share, or answers of a model that gives none."""
     check_name("name", run.name, source)
     check_name("preset", run.preset, source)
     if not run.root.strip():
@@ -35,6 +35,11 @@ def check(run: RunConfig, source: str) -> None:
         raise ConfigError(
             f"train.tensorboard with root = {run.root!r} (from {source}): TensorBoard's files are written to a disk only; metrics.jsonl, "
             "which has the same numbers, goes to the bucket"
+        )
+    if run.model.kind == "clip" and run.evaluation.max_new_tokens is not None:
+        raise ConfigError(
+            f"evaluation.max_new_tokens = {run.evaluation.max_new_tokens} (from {source}): {run.preset!r} is contrastive and generates no "
+            "text; leave it out"
         )
     _ = run.accumulation if run.stage != "eval" else 1
 

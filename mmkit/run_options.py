@@ -54,7 +54,7 @@ def run_of(options: argparse.Namespace) -> RunConfig:
             raise ConfigError(f"no config file {options.config}; a run folder holds one as config.yaml")
         run = load_file(options.config)
         overrides |= backend_settings(options.backend or "", "--backend")
-        return changed(run, **{name.replace(".", "__"): value for name, value in overrides.items()}) if overrides else run
+        return changed(run, "the command line", **{name.replace(".", "__"): value for name, value in overrides.items()}) if overrides else run
     where = {"model": options.model, "backend": options.backend}
     overrides |= {name: value for name, value in where.items() if value}
     stage = options.fixed_stage or options.stage or "pretrain"

@@ -11,6 +11,7 @@ import ast
 import contextlib
 import difflib
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -52,6 +53,29 @@ def read_yaml(text: str, source: str) -> Any:
         place = f" (line {mark.line + 1})" if mark and "\n" in text else ""
         shown = "" if "\n" in text else f" {text!r}"
         raise ConfigError(f"{source}{place}:{shown} is no YAML: {getattr(error, 'problem', None) or error}") from None
+
+
+def yaml_lines(tree: dict[str, Any], indent: str = "", room: int = 110) -> list[str]:
+    """Lines of YAML: a mapping on one where it fits, on several full ones where it holds plain values alone."""
+    lines = []
+    for key, value in tree.items():
+        entries = value if isinstance(value, list) and all(isinstance(entry, dict) for entry in value) else []
+        inside = value.values() if isinstance(value, dict) else ()
+        one = f"{indent}{key}: {_flow(value)}"
+        if len(one) <= room or not (entries or inside):
+            lines.append(one)
+        elif inside and not any(isinstance(each, list) or len(_flow(each)) > room // 2 for each in inside):
+            lines += textwrap.wrap(one, room, subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False)
+        elif entries:
+            lines += [f"{indent}{key}:", *(f"{indent}- {_flow(entry)}" for entry in entries)]
+        else:
+            lines += [f"{indent}{key}:", *yaml_lines(value, indent + "  ", room)]
+    return lines
+
+
+def _flow(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True)
+    return text.strip().removesuffix("...").strip()  # the end mark that follows a bare scalar
 
 
 def literal(text: str) -> Any:

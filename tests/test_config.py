@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmkit import config
-from mmkit.config import ConfigError, load
+from mmkit.config import ConfigError, changed, load
 
 PUBLISHED = ("8b", "13b", "34b", "phi3-3b", "ferret-7b", "ferret-13b", "ferret-7b-lora", "llava-7b", "llava-13b", "clip-vit-l-14")
 
@@ -309,3 +309,17 @@ def test_a_preset_file_that_cannot_be_read_is_one_message(own, text, words):
     (own / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError, match=words):
         load("mine")
+
+
+def test_a_contrastive_model_is_given_no_length_of_answers():
+    with pytest.raises(ConfigError, match=r"evaluation.max_new_tokens = 4 \(from .* generates no text"):
+        load("clip-tiny", "eval", {"max_new_tokens": 4})
+
+
+def test_a_change_given_by_a_user_is_told_with_its_origin_and_refused_where_nothing_reads_it():
+    run = load("tiny")
+    with pytest.raises(ConfigError, match=r"evaluation.limit = 0 \(from the command line\)"):
+        changed(run, "the command line", evaluation__limit=0)
+    with pytest.raises(ConfigError, match=r"backend.strategy = 'fsdp' \(from the command line\) is read with"):
+        changed(run, "the command line", backend__strategy="fsdp")
+    assert changed(run, backend__strategy="fsdp").backend.strategy == "fsdp"

@@ -119,11 +119,9 @@ def check(
     return _Check(source, data or DataConfig(), model, formatter, refused).run(decode, tokenise, streamed)
 
 
-def check_file(
-    file: str, images: str | None = None, format: str = "llava", data: DataConfig | None = None, filters: Sequence = (), **options
-) -> Report:
+def check_file(file: str, images: str | None = None, format: str = "llava", data: DataConfig | None = None, **options) -> Report:
     """The report of a data file (tar shards: a pattern) whose picture paths start from ``images``. Other options as for `check`."""
-    config = SourceConfig(name=Path(file).name, format=format, path=file, images=images, filters=tuple(filters))
+    config = SourceConfig(name=Path(file).name, format=format, path=file, images=images)
     source, refused = opened(config, data or DataConfig())
     return check(source, data, refused=refused, **options)
 

@@ -9,6 +9,7 @@ region too, without coordinates. The k-th marker belongs to ``images[k]`` or ``r
 from __future__ import annotations
 
 import hashlib
+import html
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,6 +116,14 @@ class Example:
     regions: tuple[Region, ...] = ()
     source: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        pictures = ", ".join(image.identity for image in self.images) or "none"
+        said = "\n".join(f"  {turn.role}: {turn.text}" for turn in self.turns)
+        return f"example {self.key!r} of {self.source or 'no source'}; pictures: {pictures}; regions: {len(self.regions)}\n{said}"
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="white-space:pre-wrap">{html.escape(str(self))}</pre>'
 
     @property
     def caption(self) -> str:

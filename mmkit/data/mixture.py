@@ -8,6 +8,7 @@ together (a *unit* is then all examples about one picture), and units may be gro
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,12 @@ class Mixture:
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(self.summary())}</p>"
 
     def locate(self, index: int) -> tuple[int, int]:
         """(number of the source, number within it) of a global example number."""

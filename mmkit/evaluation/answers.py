@@ -63,12 +63,12 @@ def as_number(text: str) -> float | None:
         return None
 
 
-def within(answer: str, truth: str, relative: float = 0.05) -> bool:
-    """Both are numbers and differ by at most ``relative`` of the truth; 1.05 is within 5% of 1 in spite of
-    its binary rounding.
+def within(value: str, reference: str) -> bool:
+    """Both are numbers and differ by at most 5% of the second. Binary fractions are compared as the originals
+    do: 105 is within 5% of 100, 1.05 is not of 1.
     """
-    got, want = as_number(answer), as_number(truth)
-    return got is not None and want is not None and abs(got - want) <= relative * abs(want) * (1 + 1e-9)
+    got, want = as_number(value), as_number(reference)
+    return got is not None and want is not None and abs(got - want) <= abs(want) * 0.05
 
 
 # ---------------------------------------------------------------- VQA soft accuracy

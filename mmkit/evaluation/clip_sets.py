@@ -58,7 +58,7 @@ def folder_of(name: str, root: str) -> str:
     return root.format(dataset=slug) if "{dataset}" in root else f"{root.rstrip('/')}/wds_{slug}"
 
 
-def open_set(name: str, root: str, transform: Callable, limit_check: bool = True) -> tuple[TarSet, tuple[str, ...]]:
+def open_set(name: str, root: str, transform: Callable) -> tuple[TarSet, tuple[str, ...]]:
     """The test documents of a task and its class names (none for retrieval). ValueError where the set is not
     complete.
     """
@@ -68,7 +68,7 @@ def open_set(name: str, root: str, transform: Callable, limit_check: bool = True
     path = f"{folder}/test/{{0..{n_shards - 1}}}.tar"
     kind = "cls" if classify else "txt"
     source = open_shards(SourceConfig(name=name, format="webdataset", path=path), DataConfig(caption_key=kind, max_bad_share=0.0))
-    if limit_check and len(source) != task.n:
+    if len(source) != task.n:
         raise InputError(f"{name}: {len(source)} documents in {folder}, a complete set has {task.n}")
     if not classify:
         return TarSet(source, transform, lambda text: [line.strip() for line in text.splitlines() if line.strip()]), ()
@@ -88,11 +88,9 @@ def _text(path: str, problem: str) -> str:
         raise InputError(f"{problem}; {path} does not exist") from None
 
 
-def score(
-    name: str, root: str, towers: Towers, *, batch: int = 64, share: Share = Share(), check: bool = True
-) -> dict[str, float]:
+def score(name: str, root: str, towers: Towers, *, batch: int = 64, share: Share = Share()) -> dict[str, float]:
     """One task's metrics under clip-benchmark's names. All processes call this; each gets all of them."""
-    documents, names = open_set(name, root, towers.transform, check)
+    documents, names = open_set(name, root, towers.transform)
     if not names:
         return retrieval_scores(documents, towers, batch, share)
     task = collections.zero_shot_task(name, names)

@@ -98,11 +98,6 @@ def check_tasks(run: RunConfig) -> None:
     if not run.evaluation.tasks:
         raise ConfigError(f"evaluation.tasks of {run.preset!r} is empty; name at least one task")
     if isinstance(run.model, ClipConfig):
-        if run.evaluation.max_new_tokens is not None:
-            raise ConfigError(
-                f"evaluation.max_new_tokens = {run.evaluation.max_new_tokens}: {run.preset!r} is contrastive and generates "
-                "no text; remove it"
-            )
         return check_names(run.evaluation.tasks, present=not run.dry_run)
     for name in run.evaluation.tasks:
         task = find(name, TASKS)

@@ -46,12 +46,12 @@ class ZeroShotTask:
         return [t.replace("{c}", name).replace("{}", name) if isinstance(t, str) else t(name) for t in self.templates]
 
 
-def imagenet(short: bool = False) -> ZeroShotTask:
-    """ImageNet-1k: the 1000 names and 80 templates (or the list of 7) that open_clip ships."""
+def imagenet() -> ZeroShotTask:
+    """ImageNet-1k: the 1000 names and 80 templates that open_clip ships."""
     import open_clip
 
-    templates = open_clip.SIMPLE_IMAGENET_TEMPLATES if short else open_clip.OPENAI_IMAGENET_TEMPLATES
-    return ZeroShotTask("imagenet1k", tuple(open_clip.IMAGENET_CLASSNAMES), tuple(templates), 50_000)
+    names, templates = open_clip.IMAGENET_CLASSNAMES, open_clip.OPENAI_IMAGENET_TEMPLATES
+    return ZeroShotTask("imagenet1k", tuple(names), tuple(templates), 50_000)
 
 
 @dataclass(frozen=True)
@@ -107,15 +107,15 @@ def evaluate(
     *,
     batch: int = 64,
     share: Share = Share(),
-    limit: int | None = None,
 ) -> tuple[dict[str, float | None], list[dict]]:
     """Metrics and one row a document. ``documents[i]`` is (key, image (3, h, w), class number or a list of
     them).
 
-    ValueError where a complete set has another number of documents; ``limit`` scores the first ones and says
-    so in each row.
+    ValueError where a complete set has another number of documents.
     """
-    n = _checked_count(task.name, len(documents), task.n_expected, limit)
+    n = len(documents)
+    if n != (task.n_expected or n):
+        raise InputError(f"task {task.name}: {n} documents found, {task.n_expected} expected; the split is wrong or files are missing")
     weights = classifier(encode, tokenize, task)
     rows: dict[int, dict] = {}
     for numbers in share.numbers(n, batch):
@@ -128,12 +128,6 @@ def evaluate(
     ordered = share.joined(rows, n)
     metrics = multi_label_scores(ordered) if task.multi_label else class_scores(ordered, len(task.names))
     return metrics, ordered
-
-
-def _checked_count(name: str, n: int, expected: int | None, limit: int | None) -> int:
-    if expected is not None and n != expected:
-        raise InputError(f"task {name}: {n} documents found, {expected} expected; the split is wrong or files are missing")
-    return n if limit is None else min(n, limit)
 
 
 def _row(scores: Tensor, target: Any, multi_label: bool) -> dict:

@@ -22,6 +22,7 @@ class Published:
     file: str = ""
     archives: tuple[str, ...] = ()  # patterns of that repository's picture archives
     how: str = ""  # one sentence: where to get it where nothing can be fetched, or what is left to do after
+    archives_size: int | None = None  # bytes of the archives
 
 
 LLAMA_2 = "Llama 2 Community License"
@@ -29,7 +30,7 @@ LLAMA_1 = "LLaMA licence: non-commercial"
 # Language models: parameters of the published architecture times 2 bytes, which is to the byte the total_size
 # that Llama 3's own index states. Encoders: both towers of the published model in fp32, of which the image
 # tower is read (openai's: the size of its file). tests/launch count all of them again. Licences: the
-# repositories' cards; OpenAI's states none, its code is MIT.
+# repositories' cards (Vicuna v1.3's: "non-commercial", on LLaMA 1); OpenAI's states none, its code is MIT.
 WEIGHTS: dict[str, Published] = {
     "meta-llama/Meta-Llama-3-8B-Instruct": Published(16_060_522_496, "Llama 3 Community License", gated=True),
     "lmsys/vicuna-7b-v1.3": Published(13_476_831_232, LLAMA_1),
@@ -43,8 +44,10 @@ WEIGHTS: dict[str, Published] = {
     "facebook/dinov2-giant": Published(4_545_923_072, "Apache-2.0"),
     "laion/CLIP-convnext_xxlarge-laion2B-s34B-b82K-augreg-soup": Published(4_802_305_540, "MIT"),
 }
-CAMBRIAN = "that of each source; OpenAI terms of use"  # the notice of github.com/cambrian-mllm/cambrian
-LLAVA = "CC BY-NC 4.0; OpenAI terms of use"  # the notice of github.com/haotian-liu/LLaVA
+# Sizes and licences of data: the files and the card of each repository on the hub, Cambrian's with the notice of
+# github.com/cambrian-mllm/cambrian, that sources keep their own.
+CAMBRIAN = "Apache-2.0, and that of each source; OpenAI terms of use"
+LLAVA = "CC BY 4.0, and that of each source; OpenAI terms of use"
 UNPACK = (
     "the archives come as they are: join those in parts and unpack all of them in the folder of pictures, as "
     "the repository's page says"
@@ -56,20 +59,21 @@ GRIT = Published(
 )  # fmt: skip
 DATA: dict[str, Published] = {  # by the last part of a source's path
     "alignment_2.5m.jsonl": Published(
-        None, CAMBRIAN, False, "nyu-visionx/Cambrian-Alignment", "jsons/alignment_2.5m.jsonl",
-        ARCHIVES, UNPACK,
+        2_250_000_000, CAMBRIAN, False, "nyu-visionx/Cambrian-Alignment", "jsons/alignment_2.5m.jsonl",
+        ARCHIVES, how=UNPACK,
     ),
     "Cambrian7M_withsystemprompt.jsonl": Published(
-        None, CAMBRIAN, False, "nyu-visionx/Cambrian-10M", "jsons/Cambrian7M_withsystemprompt.jsonl",
-        ARCHIVES, UNPACK,
+        7_320_000_000, CAMBRIAN, False, "nyu-visionx/Cambrian-10M", "jsons/Cambrian7M_withsystemprompt.jsonl",
+        ARCHIVES, how=UNPACK,
     ),
-    "blip_laion_cc_sbu_558k.json": Published(  # the size: docs/Data.md of haotian-liu/LLaVA
-        181_000_000, LLAVA, False, "liuhaotian/LLaVA-Pretrain", "blip_laion_cc_sbu_558k.json",
-        ("images.zip",), "unpack images.zip in the folder of pictures",
+    "blip_laion_cc_sbu_558k.json": Published(
+        181_000_000, "its card's: those of CC-3M and of BLIP's captions", False, "liuhaotian/LLaVA-Pretrain",
+        "blip_laion_cc_sbu_558k.json", ("images.zip",), "unpack images.zip in the folder of pictures",
+        archives_size=27_400_000_000,
     ),
     "llava_v1_5_mix665k.json": Published(
-        None, LLAVA, False, "liuhaotian/LLaVA-Instruct-150K", "llava_v1_5_mix665k.json", (),
-        "the pictures are those of COCO train2017, GQA, OCR-VQA, TextVQA and Visual Genome, from their own "
+        1_030_000_000, LLAVA, False, "liuhaotian/LLaVA-Instruct-150K", "llava_v1_5_mix665k.json",
+        how="the pictures are those of COCO train2017, GQA, OCR-VQA, TextVQA and Visual Genome, from their own "
         "sites: addresses and folders are in https://github.com/haotian-liu/LLaVA#visual-instruction-tuning",
     ),
     **dict.fromkeys(
@@ -90,7 +94,7 @@ DATA: dict[str, Published] = {  # by the last part of a source's path
         "--image_size 384 --resize_mode keep_ratio --resize_only_if_bigger True --output_folder laion2B-en",
     ),
 }  # fmt: skip
-PICTURES: dict[str, Published] = {  # by the last part of a folder of pictures
+PICTURES: dict[str, Published] = {  # by a part of the path of a folder of pictures, the last that is known
     "train2017": Published(
         18 * 10**9,
         "Flickr terms of use",
@@ -111,5 +115,7 @@ PICTURES: dict[str, Published] = {  # by the last part of a folder of pictures
         "research and education only",
         how="ask for it at https://shannon.cs.illinois.edu/DenotationGraph",
     ),
-    "objects365": Published(None, "its own terms", how="https://www.objects365.org"),
+    **dict.fromkeys(
+        ["objects365", "objects365_v1"], Published(None, "its own terms", how="https://www.objects365.org")
+    ),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import html
 import logging
 import os
 import re
@@ -57,6 +58,15 @@ class Machine:
     def devices_per_host(self) -> int:
         """Devices of each host."""
         return self.devices // self.hosts
+
+    def __repr__(self) -> str:
+        rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in self.peak.items() if rate)
+        hosts = f" on {self.hosts} hosts" if self.hosts > 1 else ""
+        memory = f"{self.memory / GIB:.1f} GiB{' shared' if self.shared else ''}"
+        return f"{self.name}: {self.devices} x {self.device}{hosts}, {memory}" + (f"; peak TFLOP/s: {rates}" if rates else "")
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(str(self))}</p>"
 
     def using(self, devices: int) -> Machine:
         """The same machine for a run that spreads over ``devices`` of it: GPUs of one host, or processes of a CPU."""

@@ -362,7 +362,8 @@ class Plan:
     def message(self) -> str:
         """What it needs, what the machine has, and two ways on."""
         need, run = self.need, self.run
-        kinds = ", ".join(f"{name} {size(getattr(need, name))}" for name in ("weights", "gradients", "optimizer", "activations"))
+        named = ("weights", "activations") if run.stage == "eval" else ("weights", "gradients", "optimizer", "activations")
+        kinds = ", ".join(f"{name} {size(getattr(need, name))}" for name in named)
         verdict = "fits" if self.fits else "does not fit"
         shared = f" shared by {self.machine.devices} processes" if self.machine.shared and self.machine.devices > 1 else " a device"
         lines = [
@@ -391,6 +392,8 @@ class Plan:
         return [*rows, {key: round(value, 3) if isinstance(value, float) else value for key, value in total.items()}]
 
     def __str__(self) -> str:
+        if self.run.stage == "eval":  # its time is that of answers, whose number and length no config says
+            return self.message()
         known = math.isfinite(self.seconds_a_step)
         time = f"about {duration(self.seconds_a_step)} a step" if known else "not known"
         time += f", {duration(self.hours * 3600)} for {self.steps} steps" if self.hours and known else ""

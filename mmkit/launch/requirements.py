@@ -318,9 +318,10 @@ def _file(source: SourceConfig, command: str) -> Iterator[Requirement]:
         )
     if source.images is None or is_remote(source.images) or _has_pictures(Path(source.images)):
         return
-    known, fetch, name = PICTURES.get(Path(source.images).name), None, source.images
+    parts = (PICTURES.get(part) for part in reversed(Path(source.images).parts))
+    known, fetch, name = next(filter(None, parts), None), None, source.images
     if listed and listed is not GRIT:
-        known = dataclasses.replace(listed, size=None)
+        known = dataclasses.replace(listed, size=listed.archives_size)
     if listed and listed.archives:
         name = f"{listed.repository}/{', '.join(listed.archives)}"
         fetch = functools.partial(_get_archives, listed, Path(source.images))

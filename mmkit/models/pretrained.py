@@ -377,4 +377,5 @@ def _shapes(config: ModelConfig) -> dict[str, Any]:
     encoders = [(encoder.name, encoder.side, encoder.resolution, encoder.architecture) for encoder in config.encoders]
     language = hf_config(config.language.architecture)
     out = {f"language.architecture.{name}": getattr(language, name, None) for name in LANGUAGE_SHAPES} | {"encoders": encoders}
-    return out | {name: getattr(config, name) for name in ("connector", "samplers", "regions")}
+    parts = {name: getattr(config, name) for name in ("connector", "samplers", "regions")}
+    return out | {name: part and part.model_dump() for name, part in parts.items()}

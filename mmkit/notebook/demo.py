@@ -88,7 +88,7 @@ def _run_step(step: Step, base: Path, more: dict[str, Any]) -> tuple[Outcome, di
     suffix = suffix_of(run) if step.notebook == "04_eval" else ""
     found = {} if outcome.code else read_record(f"{step.notebook}{suffix}", run)
     if found:
-        print(text([{"result": name, "value": value} for name, value in {**found["results"], **found["figures"]}.items()]))
+        print(text([{"result": name, "value": value} for part in ("results", "figures") for name, value in found[part].items()]))
     return outcome, found.get("results", {})
 
 

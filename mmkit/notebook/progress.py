@@ -49,6 +49,7 @@ class Progress:
         self.lines, self.step, self.points, self.held_out, self.handle = 0, 0, [], [], None
         self.latest: dict[str, Any] = {}
         self.before, self.note = 0, ""  # steps that were made before, and what is to be said of them
+        self.begun: tuple[float, int] | None = None  # when the first record came, and how many steps had been made
 
     def __enter__(self) -> Progress:
         return self
@@ -70,6 +71,8 @@ class Progress:
             self.before, self.note = self.before - (last - self.step + 1), f"rewound to step {self.step - 1}"
             self.points = [point for point in self.points if point[0] < self.step]
             self.held_out = [point for point in self.held_out if point[0] < self.step]
+        if self.begun is None or (not trains and self.step <= last):  # the next task counts from its own beginning
+            self.begun = (self.clock(), self.step - self.before)
         for name, points in (("loss", self.points), ("eval_loss", self.held_out)):
             loss = self.latest.get(name)
             if isinstance(loss, (int, float)) and math.isfinite(loss):
@@ -98,8 +101,12 @@ class Progress:
             for name in ("loss", "eval_loss", "grad_norm", "lr")
             if isinstance(self.latest.get(name), (int, float))
         ]
+        # The first step comes after weights are read, features cached and kernels compiled, which no other step does
+        # again: the pace is that of the steps behind it, once there are some.
+        when, first = self.begun or (self.started, 0)
         made = self.step - self.before
-        left = spent / made * (self.total - self.step) if made > 0 else math.inf
+        pace = (now - when) / (made - first) if made > first else spent / made if made > 0 else math.inf
+        left = pace * (self.total - self.step)
         parts.append(f"{_clock(spent)} so far" + (f", {_clock(left)} left" if 0 < left < math.inf else ""))
         return ", ".join([*parts, self.note] if self.note else parts)
 

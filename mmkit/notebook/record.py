@@ -34,7 +34,9 @@ def record(notebook: str, run: RunConfig, results: Mapping[str, Any] | None = No
     }
     if not run.dry_run or read_record(notebook, run).get("dry_run", True):
         store.write(name, (json.dumps(values, indent=1, default=str) + "\n").encode())
-    rows = [{"what": what, "value": value} for what, value in {**values["results"], **saved, "record": store.path(name)}.items()]
+    # a number and a figure may have one name, as the examples of 01_data
+    shown = (*values["results"].items(), *saved.items(), ("record", store.path(name)))
+    rows = [{"what": what, "value": value} for what, value in shown]
     return Table(rows, f"{run.preset}/{run.stage}")
 
 

@@ -43,6 +43,42 @@ def test_edit_distance_of_known_pairs():
     ] == [3, 3, 0]
 
 
+MATHS, OPEN = {"type": "free_form"}, {"type": "open"}
+COLD = {"text_answer": "It's cold.", "type": True}
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "truth", "fields", "right"),
+    [
+        ("mmmu", "95", "100", OPEN, False),  # 5 of 95 is more than 5%: MMMU and MathVista take it of the answer
+        ("mmmu", "105.2", "100", OPEN, True),
+        ("mathvista", "95", "100", MATHS, False),
+        ("mathvista", "105.2", "100", MATHS, True),
+        ("chartqa", "95", "100", {}, True),  # ChartQA takes it of the truth
+        ("chartqa", "105.2", "100", {}, False),
+        ("chartqa", "1.05", "1", {}, False),  # as the originals compare binary fractions
+        ("scienceqa", "its cold", "B", COLD, True),  # both sides lose their punctuation
+        ("scienceqa", "It's cold!", "B", COLD, True),
+        ("scienceqa", "b. whatever", "B", COLD, True),
+        ("scienceqa", "cold", "B", COLD, False),
+        ("ai2d", "B", "1", {}, True),
+        ("ai2d", "1", "1", {}, True),
+        ("ai2d", "1", "0", {}, False),
+        ("blink", "(B) the left.", "(B)", {}, True),
+        ("blink", "B\nthe left", "(B)", {}, False),  # words end at a space, as in the original
+    ],
+)
+def test_a_rule_that_differs_between_benchmarks_is_that_of_the_original(task, answer, truth, fields, right):
+    assert BENCHMARKS[task].right({"answer": answer, "gt_answer": truth} | fields) is right
+
+
+def test_kinds_of_questions_may_be_numbers_or_text():
+    for kind in (0, "0"):
+        scores = BENCHMARKS["qbench"].reduce([{"type": kind}], [1.0])
+        assert scores["Yes/No"] == {"accuracy": 1.0, "total": 1}
+    assert "Scene Understanding" in BENCHMARKS["seed"].reduce([{"category": "1"}], [1.0])
+
+
 def test_every_headline_benchmark_of_cambrian_is_in_the_table():
     headline = (
         "gqa vizwiz scienceqa textvqa pope mme mmbench_en mmbench_cn seed mmmu mathvista ai2d chartqa ocrbench mmstar realworldqa qbench blink "

@@ -69,14 +69,23 @@ def root(tmp_path):
     return str(tmp_path)
 
 
-def test_a_set_is_scored_under_clip_benchmarks_keys(root):
-    assert score("stl10", root, towers(), batch=2, check=False) == {"acc1": 1.0, "acc5": None, "mean_per_class_recall": 1.0}
+@pytest.fixture
+def complete(monkeypatch):
+    """The sets of `root` count as complete ones."""
+    whole = dict(collections.tasks())
+    for name, n in (("stl10", 9), ("flickr8k", 3), ("voc2007_multilabel", 3)):
+        whole[name] = collections.CollectionTask(name, whole[name].kind, n, whole[name].laion2b, whole[name].openai)
+    monkeypatch.setattr(collections, "tasks", lambda: whole)
 
 
-def test_retrieval_with_several_captions_and_multi_label_sets(root):
-    metrics = score("flickr8k", root, towers(), check=False)
+def test_a_set_is_scored_under_clip_benchmarks_keys(root, complete):
+    assert score("stl10", root, towers(), batch=2) == {"acc1": 1.0, "acc5": None, "mean_per_class_recall": 1.0}
+
+
+def test_retrieval_with_several_captions_and_multi_label_sets(root, complete):
+    metrics = score("flickr8k", root, towers())
     assert metrics["image_retrieval_recall@1"] == metrics["text_retrieval_recall@5"] == 1
-    metrics = score("voc2007_multilabel", root, towers(), check=False)
+    metrics = score("voc2007_multilabel", root, towers())
     assert 0.5 < metrics["mean_average_precision"] <= 1
 
 
@@ -86,18 +95,15 @@ def test_an_incomplete_set_gives_an_error_and_no_score(root, tmp_path):
         open_set("stl10", root, transform)
     (tmp_path / "wds_stl10" / "test" / "1.tar").unlink()
     with pytest.raises(ValueError, match="1.tar"):
-        open_set("stl10", root, transform, limit_check=False)
+        open_set("stl10", root, transform)
     (tmp_path / "wds_stl10" / "test" / "nshards.txt").unlink()
     with pytest.raises(ValueError, match="number of shards is not known"):
-        open_set("stl10", root, transform, limit_check=False)
+        open_set("stl10", root, transform)
     with pytest.raises(ValueError, match="nshards"):
         open_set("cars", root, transform)
 
 
-def test_a_complete_set_passes(root, monkeypatch):
-    whole = dict(collections.tasks())
-    whole["stl10"] = collections.CollectionTask("stl10", "zeroshot_classification", 9, {}, {})
-    monkeypatch.setattr(collections, "tasks", lambda: whole)
+def test_a_complete_set_passes(root, complete):
     documents, names = open_set("stl10", root, towers().transform)
     assert len(documents) == 9 and names == tuple(COLOURS) and documents[1][2] == 1
 
@@ -119,11 +125,7 @@ def test_evaluation_during_training_goes_through_the_wrapped_objective(monkeypat
     assert scores == {"fake_m": 1.5} and calls == [("encode", 6)]
 
 
-def test_sets_and_collections_are_tasks_beside_what_the_public_models_reached(root, monkeypatch):
-    whole = dict(collections.tasks())
-    for name, n in (("stl10", 9), ("flickr8k", 3), ("voc2007_multilabel", 3)):
-        whole[name] = collections.CollectionTask(name, whole[name].kind, n, whole[name].laion2b, whole[name].openai)
-    monkeypatch.setattr(collections, "tasks", lambda: whole)
+def test_sets_and_collections_are_tasks_beside_what_the_public_models_reached(root, complete, monkeypatch):
     monkeypatch.setattr(collections, "COLLECTIONS", {"retrieval": ("stl10", "flickr8k"), "few": ("stl10", "voc2007_multilabel")})
     monkeypatch.setenv("MMKIT_EVAL_DATA", root)
     check_names(["few", "retrieval", "clip_retrieval"])

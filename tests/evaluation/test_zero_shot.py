@@ -58,7 +58,6 @@ def test_classifier_columns_have_norm_1_and_equal_open_clips():
 def test_imagenet_has_1000_names_and_80_templates():
     task = imagenet()
     assert (len(task.names), len(task.templates), task.n_expected) == (1000, 80, 50_000)
-    assert len(imagenet(short=True).templates) == 7
     assert task.prompts("tench")[0] == open_clip.OPENAI_IMAGENET_TEMPLATES[0]("tench")
 
 
@@ -118,8 +117,7 @@ def test_an_incomplete_set_is_an_error_not_a_score():
     task = ZeroShotTask("t", TASK.names, ("{}",), n_expected=12)
     with pytest.raises(ValueError, match="11 documents found, 12 expected"):
         evaluate(Toy(), tokenize, task, documents(11))
-    metrics, rows = evaluate(Toy(), tokenize, task, documents(12), limit=5)
-    assert len(rows) == 5
+    assert len(evaluate(Toy(), tokenize, task, documents(12))[1]) == 12
 
 
 def test_recall_per_class_weighs_classes_equally():

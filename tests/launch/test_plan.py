@@ -227,6 +227,12 @@ def test_processes_on_one_cpu_share_its_memory():
     assert one.fits and not four.fits
 
 
+def test_scoring_is_planned_for_its_memory_and_no_steps_are_told():
+    plan = make_plan(load("8b-debug", "eval"), (Part("language", 10**6),), LAPTOP)
+    assert "it needs:" in str(plan) and "(weights " in str(plan)
+    assert not any(word in str(plan) for word in ("a step", "time:", "gradients", "optimizer"))
+
+
 def test_rows_add_up():
     plan = make_plan(a_run(), (Part("connector", 1000, trained=1000), Part("language", 5000)), LAPTOP)
     *rows, total = plan.rows()

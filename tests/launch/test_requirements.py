@@ -124,6 +124,9 @@ def test_every_missing_thing_of_a_published_preset_is_a_row(name, tmp_path, monk
         for source in run.data.sources:
             need = found[f"data {source.name}"]
             assert need.known.licence != requirements.UNKNOWN and (need.command or need.known.how)
+        pictures = [need for what, need in found.items() if what.startswith("pictures of ")]
+        assert all(need.known.licence != requirements.UNKNOWN for need in pictures), "in whatever folder they lie"
+        assert bool(pictures) is any(source.images for source in run.data.sources)
         if run.model.kind == "vlm":
             weights = [
                 need

@@ -216,7 +216,7 @@ def test_weights_of_another_architecture_name_the_setting_and_both_values(tmp_pa
     config = twins.cambrian()
     folder = pretrained.save_pretrained(build(config), tmp_path / "export", config)
     cases = {
-        "samplers is None, the weights in .* have start=0 stride=2 count=2": twins.cambrian(samplers=None),
+        "samplers is None, the weights in .* have {'start': 0, 'stride': 2, 'count': 2};": twins.cambrian(samplers=None),
         "language.architecture.vocab_size is 200, the weights in .* have 300": twins.cambrian(language=twins.language(vocab_size=200)),
         "language.architecture.hidden_act is gelu, the weights in .* have silu": twins.cambrian(language=twins.language(hidden_act="gelu")),
         "holds a vlm model, the run builds a clip model": twins.clip(),

@@ -97,6 +97,17 @@ def test_a_resumed_run_says_where_and_counts_the_time_of_its_own_steps(capsys):
     assert ">resumed at step 40<" in curve(progress.points, note=progress.note)
 
 
+def test_the_time_left_is_not_judged_by_the_first_step():
+    clock = Clock()
+    progress = Progress(101, live=False, clock=clock)
+    clock.now += 300  # weights are read, features cached
+    progress({"step": 1, "loss": 1.0})
+    for step in (2, 3, 4):
+        clock.now += 10
+        progress({"step": step, "loss": 1.0})
+    assert "16:10 left" in progress.text(clock.now), "97 steps of 10 seconds"
+
+
 def test_a_new_run_and_a_task_that_is_scored_resume_nothing(capsys):
     with Progress(10, live=False, clock=Clock()) as progress:
         progress({"step": 1, "loss": 1.0})

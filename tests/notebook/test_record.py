@@ -45,6 +45,11 @@ def test_a_record_holds_results_and_saved_figures(tmp_path):
     assert "0.5" in str(table) and "<table>" in table._repr_html_() and read_record("other", run) == {}
 
 
+def test_a_number_and_a_figure_of_one_name_are_both_shown(tmp_path):
+    table = record("01_data", a_run(tmp_path), {"examples": 22141}, {"examples": Figure()})
+    assert [row["value"] for row in table.rows if row["what"] == "examples"] == [22141, f"{tmp_path}/8b-debug/finetune/default/figures/curve.png"]
+
+
 def test_a_gallery_saves_and_shows(tmp_path):
     shown = gallery([Figure()], a_run(tmp_path))
     assert "curve.png" in str(shown) and "data:image/png" in shown._repr_mimebundle_()["text/html"]

@@ -9,12 +9,16 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import yaml
 from nbclient import NotebookClient
 
-from mmkit.config import load
+from mmkit.config import SourceConfig, StabilityConfig, load
+from mmkit.data.example import Example, ImageRef, Turn
+from mmkit.data.mixture import Mixture
 from mmkit.doctor import examine
 from mmkit.figures.measured import techniques
 from mmkit.launch.launch import Launched
+from mmkit.launch.machine import machine_of, named
 from mmkit.launch.preflight import plan_of, preflight
 from mmkit.notebook.parameters import NOISE
 from mmkit.notebook.runner import USER_ERROR, run_notebook
@@ -91,10 +95,25 @@ def objects(folder):
     yield examine()
     yield techniques()
     yield Launched(run, run.folder, 2, {"step": 2, "loss": 0.5}, None, 1.0)
+    yield from (run, run.train, run.train.optimizer, load("ferret-7b", "finetune").model, load("clip-vit-l-14", "pretrain"))
+    yield machine_of()
+    yield named("8xa100-80gb")
+    source = [Example("k", (ImageRef("a.png"),), (Turn("user", "<image>\nwhat?"), Turn("assistant", "a cup")), source="s")]
+    yield Mixture([SourceConfig(name="s", format="llava", path="s.json")], [source])
+    yield source[0]
+
+
+def test_a_run_shows_what_differs_from_the_defaults_and_below_it_everything():
+    run = load("tiny", "finetune", {"lr": 3e-4})
+    assert "optimizer: {lr: 0.0003," in repr(run) and "weight_decay" not in repr(run) and "weight_decay: 0.0" in run._repr_html_()
+    tree = yaml.safe_load(repr(run))
+    assert type(run)(**tree | {"model": {"kind": "vlm", **tree["model"]}}) == run, "nothing is left out but defaults"
+    assert repr(StabilityConfig()) == "# StabilityConfig: the defaults"
 
 
 def test_objects_at_the_end_of_a_cell_have_a_short_text_and_a_form_of_their_own(tmp_path):
     for thing in objects(tmp_path):
         words = repr(thing)
         assert len(words) < 4000 and len(words.splitlines()) < 40 and f"{type(thing).__name__}(" not in words, words
+        assert words == str(thing) and " object at 0x" not in words
         assert hasattr(thing, "_repr_html_") and "<" in thing._repr_html_() or thing._repr_png_().startswith(b"\x89PNG")
