@@ -111,13 +111,13 @@ def child_command(run: RunConfig) -> list[str] | None:
     backend = run.backend
     if is_worker():
         return None
-    if backend.nodes > 1:
+    if (backend.nodes or 1) > 1:
         raise ConfigError(
             f"backend.nodes = {backend.nodes}: several machines are started by their scheduler; use `mmkit launch --target slurm` or "
             "`--target tpu`, or run torchrun on each machine with `-m mmkit train --config FILE`"
         )
     train = ["-m", "mmkit", "train"]
-    if backend.processes > 1:
+    if (backend.processes or 1) > 1:
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={backend.processes}", *train]
     return [sys.executable, *train] if child_environment(run) else None
 
