@@ -21,7 +21,7 @@ from mmkit.foreign_names import ours
 from mmkit.launch.launch import ERROR_PREFIX
 from mmkit.listing import EXAMPLES, LISTS
 from mmkit.presets import read_mapping
-from mmkit.run_options import add_run_options, pair, run_of
+from mmkit.run_options import add_machine, add_run_options, pair, run_of
 from mmkit.storage import is_remote
 from mmkit.values import checked, read_yaml
 
@@ -120,8 +120,7 @@ def _add_plan(commands: Any) -> None:
     add_run_options(parser)
     parser = _command(commands, "plan", _plan, "Memory, time, cost and disk of a run, and what is missing, before a byte is downloaded.")
     add_run_options(parser)
-    parser.add_argument("--device", metavar="NAME", help="plan for this accelerator, as a100-80gb or tpu-v4 (default: this machine)")
-    parser.add_argument("--devices", type=int, metavar="N", help="how many of them share the run")
+    add_machine(parser)
     parser.add_argument("--samples", type=int, metavar="N", help="examples of one epoch, where the data is not here")
     parser.add_argument("--price", type=float, metavar="USD", help="price of one device for one hour")
 
@@ -236,11 +235,12 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from mmkit.launch.machine import machine_of
     from mmkit.launch.preflight import plan_of
     from mmkit.launch.requirements import beside
 
-    named = {name: getattr(options, name) for name in ("device", "devices", "samples", "price")}
-    plan = plan_of(run_of(options), **named)
+    machine = machine_of(options.machine)
+    plan = plan_of(run_of(options), machine=machine, samples=options.samples, price=options.price)
     print(f"{plan}\n\n{beside(plan)}")
     return 0
 

@@ -18,9 +18,8 @@ from typing import Any
 
 from mmkit.cache import cache_root
 from mmkit.config import ConfigError
-from mmkit.launch.preflight import host_memory, nvidia_gpus
+from mmkit.launch.machine import GIB, host_memory, nvidia_gpus
 from mmkit.notebook.tables import html, text
-from mmkit.sharding.plan import GIB
 
 OK, NOTE, FAULT = "ok", "note", "FAULT"
 

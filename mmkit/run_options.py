@@ -26,6 +26,12 @@ def add_run_options(parser: argparse.ArgumentParser, stage: str | None = None) -
     parser.set_defaults(fixed_stage=stage)
 
 
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """The option that names a machine; `launch.machine.machine_of` reads it."""
+    names = "8xa100-80gb, 2x8xh100-80gb, v4-64 or cpu (default: $MMKIT_MACHINE, else this one)"
+    parser.add_argument("--machine", metavar="NAME", help=f"the machine the run is for: {names}")
+
+
 def run_of(options: argparse.Namespace) -> RunConfig:
     """The run that the options describe; ConfigError names the option at fault."""
     from mmkit.notebook.parameters import assemble, backend_settings

@@ -6,29 +6,21 @@ The model is built on the meta device, full-sized and without a byte of weights,
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 import os
-import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from mmkit.config import STAGES, ConfigError, DataConfig, RunConfig, SourceConfig, load
+from mmkit.launch.machine import Machine, found, machine_of
+from mmkit.launch.plan import Part, Plan, Row, count_parts, make_plan, size
 from mmkit.presets import preset_tree, presets
-from mmkit.sharding.plan import Machine, Part, Plan, Row, accelerator, count_parts, make_plan, size
 
 if TYPE_CHECKING:
     from mmkit.data.check import Report
     from mmkit.data.conversation import Formatter
     from mmkit.launch.requirements import Requirement
 
-log = logging.getLogger(__name__)
 TRAINING, VALIDATION = "training", "validation"
 
 
@@ -95,7 +87,7 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
         validation.check(run, tasks=run.model.kind == "clip")
     module = build_meta(run)
     adapters = weights.check_scope(module, run.train, weights.model_file(run).COMPONENTS) if trains else ()
-    plan = make_plan(_spelt_out(run), count(run, module), machine or this_machine(run.devices))
+    plan = make_plan(_spelt_out(run), count(run, module), _machine_for(run, machine))
     if not run.dry_run:
         plan.check()
     needs = missing(run)
@@ -115,17 +107,19 @@ def plan_of(
     run: RunConfig,
     *,
     machine: Machine | None = None,
-    device: str | None = None,
-    devices: int | None = None,
     samples: int | None = None,
     price: float | None = None,
 ) -> Plan:
-    """The plan of a run on ``machine``, on named accelerators, or (neither given) on this machine. Data that is not here
-    yet is not made. ConfigError for a stage that the preset does not have, or names of what the model lacks."""
+    """The plan of a run on ``machine``, or where none is given on this one. Data that is not here yet is not made. ConfigError for a stage that the preset does not have, or names of what the model lacks."""
     check_stage(run)
-    if machine is None:
-        machine = accelerator(device, devices or 1, price) if device else this_machine(devices or run.devices)
+    machine = dataclasses.replace(_machine_for(run, machine), price=price)
     return make_plan(_spelt_out(run), count(run), machine, samples, row_of(run) if _data_is_here(run) else None)
+
+
+def _machine_for(run: RunConfig, machine: Machine | None) -> Machine:
+    """The part of ``machine`` (None: that of MMKIT_MACHINE, else this one) which the run spreads over; all of a named one."""
+    machine = machine or machine_of()
+    return machine if machine.named else machine.using(run.devices)
 
 
 def _spelt_out(run: RunConfig) -> RunConfig:
@@ -184,7 +178,7 @@ def overview(models: Sequence[str], stage: str) -> list[dict[str, Any]]:
         trains = [each for each in ("pretrain", "finetune") if each in has]
         at = stage if stage in has or stage == "eval" or not trains else trains[-1]
         run = load(name, at)
-        plan = make_plan(_spelt_out(run), count(run), this_machine(run.devices))
+        plan = make_plan(_spelt_out(run), count(run), found().using(run.devices))
         need = plan.need
         rows.append(
             {
@@ -234,71 +228,6 @@ def meta_batch(run: RunConfig) -> dict[str, Any]:
         batch["region_real"] = torch.empty(rows, regions, dtype=torch.bool, device="meta")
         batch["region_point_real"] = torch.empty(rows, regions, points, dtype=torch.bool, device="meta")
     return batch
-
-
-# ---------------------------------------------------------------- this machine
-
-
-def this_machine(devices: int = 1) -> Machine:
-    """The accelerators of this machine, or its CPU and memory; ``devices`` processes share it."""
-    gpus, share = nvidia_gpus(), max(devices, 1)
-    if gpus:
-        name, memory = gpus[0]
-        return Machine(f"{name} x {len(gpus)}", share, memory, measured=matmul_rate)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    name = f"{cores} CPU cores, no accelerator"
-    return Machine(name, share, host_memory(), shared=True, measured=lambda precision: matmul_rate(precision) / share)
-
-
-MATMUL = """
-import sys, time, torch
-precision, seconds, device = sys.argv[1], float(sys.argv[2]), "cuda" if torch.cuda.is_available() else "cpu"
-torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-size = 1024 if device == "cpu" else 8192
-half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-a, b = (torch.randn(size, size, device=device, dtype=half.get(precision)) for _ in range(2))
-wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-(a @ b, wait())
-start, products = time.perf_counter(), 0
-while time.perf_counter() - start < seconds:
-    (a @ b, wait())
-    products += 1
-print("RATE", 2 * size**3 * products / (time.perf_counter() - start))
-"""
-
-
-@functools.cache
-def matmul_rate(precision: str, seconds: float = 2.0) -> float:
-    """Operations a second of a square matrix product in ``precision``, tried for two seconds once in the life of this
-    process; 0 where it cannot be tried. A process of its own does it: the accelerator stays free for training, and no
-    setting of this process changes.
-    """
-    command = [sys.executable, "-c", MATMUL, precision, str(seconds)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    found = re.search(r"RATE (\S+)", done.stdout)
-    if not found:
-        log.warning("a matrix product in %s could not be tried here: %s", precision, done.stderr[-500:])
-    return float(found[1]) if found else 0.0
-
-
-def host_memory() -> int:
-    """Bytes of memory this process may use: the machine's, or the container's limit where that is lower."""
-    limits = [psutil.virtual_memory().total]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = Path(path).read_text().strip() if Path(path).is_file() else ""
-        limits += [int(text)] if text.isdigit() else []
-    return min(limits)
-
-
-def nvidia_gpus() -> list[tuple[str, int]]:
-    """Name and memory in bytes of each NVIDIA GPU, asked without starting CUDA in this process."""
-    tool = shutil.which("nvidia-smi")
-    if not tool:
-        return []
-    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    found = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line] if done.returncode == 0 else []
-    return [(name.strip(), int(memory) * 2**20) for name, memory in found if memory.strip().isdigit()]
 
 
 # ---------------------------------------------------------------- data

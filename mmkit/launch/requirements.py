@@ -25,7 +25,7 @@ from mmkit.launch.disk import disk_of, disk_rows, free_bytes, gb, shown_free
 from mmkit.launch.known import DATA, GRIT, PICTURES, WEIGHTS, Published
 from mmkit.models.convert import files
 from mmkit.models.encoders import source_of
-from mmkit.sharding.plan import Plan
+from mmkit.launch.plan import Plan
 from mmkit.storage import Store, is_remote
 
 HUB_TIMEOUT = 3.0  # seconds for one question to the hub; after one that was not answered no more are asked

@@ -62,6 +62,10 @@ class TrainState:
     tokens: int = 0
     precisions: list[dict] = field(default_factory=list)  # from which step on which precision was used
     history: list[dict] = field(default_factory=list)  # every resume from a checkpoint the user named, with what was changed
+    asked: RunConfig | None = None  # as the user asked for it: a rewind may have changed the precision of `run`
+
+    def __post_init__(self):
+        self.asked = self.asked or self.run
 
     @property
     def accumulation(self) -> int:
@@ -101,8 +105,11 @@ def assemble(run: RunConfig) -> TrainState:
         {"group": g["title"], "lr": g["base_lr"], "weight_decay": g["weight_decay"], "tensors": len(g["params"])}
         for g in backend.optimizer.param_groups
     ]
-    guard = StabilityGuard(run.train.stability, run.folder, backend.any_device, backend.is_main, backend.all_objects)
     checkpoints = Checkpoints(f"{run.folder}/checkpoints", run.train.checkpoint, backend)
+    guard = StabilityGuard(
+        run.train.stability, run.folder, backend.any_device, backend.is_main, backend.all_objects,
+        can_go_back=lambda step: checkpoints.at_or_before(step) is not None,
+    )  # fmt: skip
     return TrainState(
         run, backend, model, wrapped, data, Schedule(run.train.optimizer, total, watched=watched(run.train)), guard, checkpoints, total,
         accumulator(run, wrapped, objective, backend), stored, frozen, trained, tables, started_with,

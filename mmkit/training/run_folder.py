@@ -15,12 +15,13 @@ import numpy as np
 import yaml
 from pydantic import ValidationError
 
-from mmkit.config import ConfigError, RunConfig, to_yaml
+from mmkit.config import ConfigError, Precision, RunConfig, to_yaml
+from mmkit.training.agreement import by_main
 from mmkit.training.assemble import TrainState, seed_everything
-from mmkit.training.checkpoint import Checkpoint, folder_name, open_verified, trained_buffers
+from mmkit.training.checkpoint import Checkpoint, folder_name, open_verified
 from mmkit.training.foreign import is_foreign, restore_foreign
 from mmkit.training.metrics import MetricsFile, environment
-from mmkit.training.weights import adapter_record
+from mmkit.training.weights import adapter_record, trained_buffers
 from mmkit.storage import Store
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ def save_checkpoint(state: TrainState, metrics: dict[str, float] | None = None) 
         "step": state.step, "samples": state.samples, "tokens": state.tokens, "total_steps": state.total_steps,
         "data": state.loader.state_dict(), "schedule": state.schedule.state_dict(), "guard": state.guard.state_dict(),
         "backend": state.backend.extra_state(), "backend_kind": state.backend.name, "precisions": state.precisions,
+        "asked_precision": state.asked.train.precision,
         "history": state.history, "global_batch": state.run.train.global_batch, "adapters": adapter_record(state.run),
         "random": state.backend.all_objects(random_state(state)),
     }  # fmt: skip
@@ -76,7 +78,7 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
     With another batch the share of training done stays (see `step_after`), with another seed or other rows the data goes on from the
     nearest epoch.
     """
-    if is_foreign(path):
+    if by_main(state.backend, lambda: is_foreign(path)):
         restore_foreign(state, path)
         return
     saved = open_verified(path, state.backend)
@@ -92,6 +94,8 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
     state.loader.load_state_dict(keep_data_position or data_position(state, values))
     state.schedule.load_state_dict(values["schedule"])
     state.guard.load_state_dict(values["guard"])
+    if state.guard.precision != state.run.train.precision:
+        state.guard.precision = None  # the user has asked for another one since
     state.step, state.samples, state.tokens = step_after(values, state.run), values["samples"], values["tokens"]
     now = state.run.train.precision
     if values["precisions"][-1]["precision"] != now:
@@ -100,7 +104,7 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
     state.precisions, state.history = values["precisions"], values.get("history", [])
     set_random_state(state, values["random"] if values["data"]["seed"] == state.run.seed else [])
     log.info("resumed %s", path)
-    if keep_data_position is None and state.run.resume not in ("auto", "never") and not went_on(values, state.run):
+    if keep_data_position is None and state.run.resume not in ("auto", "never") and not went_on(values, state.asked):
         branch(state, path, values)
 
 
@@ -155,7 +159,7 @@ def branch(state: TrainState, path: str, values: dict) -> None:
     if any(now[name] != values["data"].get(name) for name in ("seed", *state.loader.plan.begin)):  # begun at the nearest epoch
         again = round(now["samples"] - now["epoch"] * state.loader.samples_per_epoch)
         changes |= {"samples_read_again": max(again, 0), "samples_left_out": max(-again, 0)}
-    state.history.append(asked_of(state.run) | {"from": path, "step": state.step, "samples": state.samples} | changes)
+    state.history.append(asked_of(state.asked) | {"from": path, "step": state.step, "samples": state.samples} | changes)
     log.warning("going on from %s at step %d of %d: %s", path, state.step, state.total_steps, state.history[-1])
     leave_behind(state, min(values["step"], state.step) if own else -1)
     if batch_of(values, state.run) != state.run.train.global_batch:
@@ -185,7 +189,7 @@ def leave_behind(state: TrainState, step: int) -> None:
 
 def checkpoint_at(state: TrainState, place: str) -> str:
     """The run's checkpoint that ``step-N`` (that one or the last before) or ``epoch-N`` (the nearest to N epochs of data) means.
-    ConfigError where there is none. All processes."""
+    ConfigError where there is none. What this process sees: the main one decides."""
     kind, number = PLACE.fullmatch(place).groups()
     path, found = state.checkpoints.store.path, state.checkpoints.steps()
     if kind == "step":
@@ -200,15 +204,21 @@ def checkpoint_at(state: TrainState, place: str) -> str:
 
 def resume_path(state: TrainState) -> str | None:
     """The checkpoint ``run.resume`` asks for, the same on all processes; with ``never`` earlier results are moved aside."""
-    run = state.run
-    if run.resume == "auto":
+    if state.run.resume == "auto":
         return state.checkpoints.latest()
-    if run.resume == "never":
+    if state.run.resume == "never":
         if state.backend.is_main:
-            set_aside(run.folder)
+            set_aside(state.run.folder)
         state.backend.barrier()
         return None
-    latest = state.checkpoints.latest()
+    # a process that looks for itself may have an old list of a shared folder and resume another step than the rest
+    return by_main(state.backend, lambda: _named(state))
+
+
+def _named(state: TrainState) -> str:
+    """The checkpoint that ``run.resume`` names, or a later one that descends from it already. Main process."""
+    run, steps = state.run, state.checkpoints.steps()
+    latest = state.checkpoints.store.path(folder_name(steps[-1])) if steps else None
     if latest and went_on(Checkpoint(latest).state, run):
         log.warning("this run already went on from %s with these settings; it goes on from %s", run.resume, latest)
         return latest
@@ -219,6 +229,25 @@ def resume_path(state: TrainState) -> str | None:
             "folder or a DeepSpeed checkpoint"
         )
     return path
+
+
+def precision_in_force(state: TrainState, path: str | None) -> Precision:
+    """The precision in which ``path`` is resumed: the one a rewind changed to, until the user asks for another one than
+    when it was written. All processes.
+
+    A requeued job asks for what it asked for before; going back to that would end where the rewind began.
+    """
+
+    def find() -> Precision:
+        asked = state.run.train.precision
+        saved = {} if path is None or is_foreign(path) else Checkpoint(path).state
+        kept = saved.get("guard", {}).get("precision")
+        if kept in (None, asked) or saved["asked_precision"] != asked:
+            return asked
+        log.warning("resuming in %s, to which a rewind changed from %s; another precision changes it", kept, asked)
+        return kept
+
+    return by_main(state.backend, find)
 
 
 def set_aside(folder: str) -> None:
@@ -294,7 +323,7 @@ def open_folder(state: TrainState, first: bool = True) -> MetricsFile | None:
     store = Store(state.run.folder)
     store.make()
     if first:
-        store.write("config.yaml", to_yaml(state.run).encode())
+        store.write("config.yaml", to_yaml(state.asked).encode())
     facts = {
         "tables": state.tables, "backend": {"name": state.backend.name, "world": state.backend.world, "devices": state.backend.devices},
         "data": {"fingerprint": state.loader.state_dict().get("fingerprint"), "summary": state.loader.summary()},

@@ -21,7 +21,6 @@ from mmkit.errors import InputError
 from mmkit.models.hollow import Stored, base_name, digest_of
 from mmkit.sharding.backend import COMPUTE_DTYPE, Backend
 from mmkit.training import adapters
-from mmkit.training.checkpoint import trained_buffers
 from mmkit.training.gradients import check_allowed
 from mmkit.training.optim import compiled, component_of
 from mmkit.storage import Store
@@ -207,6 +206,17 @@ def start_digests(model: nn.Module, stored: Mapping[str, Stored], backend: Backe
         raise InputError(problems[0])
     together = {name: value for _, part in parts for name, value in part.items()}
     return {name: together[name] for name in names}
+
+
+def trained_buffers(module: torch.nn.Module, plain: Callable[[str], str] = str) -> dict[str, Tensor]:
+    """Persistent buffers of modules that hold a trained parameter themselves, as a batch norm's running statistics."""
+    out = {}
+    for prefix, owner in module.named_modules():
+        if any(p.requires_grad for p in owner.parameters(recurse=False)):
+            for name, buffer in owner.named_buffers(prefix, recurse=False):
+                if name.rsplit(".", 1)[-1] not in owner._non_persistent_buffers_set:
+                    out[plain(name)] = buffer
+    return out
 
 
 def frozen_record(model: nn.Module, stored: Mapping[str, Stored], digests: Mapping[str, str], components) -> dict[str, dict[str, Any]]:

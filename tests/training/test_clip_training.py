@@ -54,6 +54,19 @@ def test_a_run_on_shards_learns_and_logs_what_tells_its_health(tmp_path, data):
     assert math.sqrt(sum(norm**2 for norm in towers)) == pytest.approx(first["grad_norm"], rel=1e-4)
 
 
+def test_a_run_whose_features_have_collapsed_says_once_that_it_learns_nothing(tmp_path, data, caplog):
+    """Ten times the learning rate of the other tests: after six steps all features are alike."""
+    too_high = {"lr": 3e-2, "warmup": 0, "schedule": "constant", "weight_decay": 0.1}
+    run = clip_run(tmp_path, data, steps=24, optimizer=too_high)
+    result = train(run)
+    told = [record.getMessage() for record in caplog.records if "at chance" in record.getMessage()]
+    assert result.reason == "done" and told == [result.hint]
+    assert f"(ln 12 = {math.log(12):.4g})" in told[0] and "learning rate that is too high" in told[0]
+    assert [row["note"] for row in lines(run.folder) if "note" in row] == told
+    healthy = clip_run(tmp_path, data, name="healthy", steps=24)
+    assert train(healthy).hint == "" and not any("note" in row for row in lines(healthy.folder))
+
+
 def test_accumulation_changes_neither_losses_nor_gradients(tmp_path, data):
     whole, parts = (clip_run(tmp_path, data, name=f"d{size}", device_batch=size, steps=4) for size in (12, 4))
     train(whole)
