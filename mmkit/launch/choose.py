@@ -159,19 +159,16 @@ def _offloads(run: RunConfig, machine: Machine) -> tuple[bool, ...]:
 
 
 def _recomputations(run: RunConfig) -> tuple[bool, ...]:
-    """A second forward of a batch norm that trains would update its statistics twice: towers of timm and torchvision may have some."""
-    asked, towers = run.train.checkpoint_blocks, run.model.kind == "clip" or "encoders" in run.train.trainable
-    norms = towers and run.preset_towers_may_have_batch_norms if False else towers and _foreign_towers(run)
-    fixed = asked or "train.checkpoint_blocks" in run.pinned or norms or run.stage == "eval"
-    return (asked,) if fixed else (False, True)
-
-
-def _foreign_towers(run: RunConfig) -> bool:
+    """Recomputation is added only to transformers: a second forward of batch norms that train would update their statistics twice."""
+    asked = run.train.checkpoint_blocks
     if run.model.kind == "vlm":
-        return True
-    towers = [tower for tower in (spelt_out(run).model.architecture or {}).values() if isinstance(tower, dict)]
-    plain = all(isinstance(tower.get("layers", 12), int) for tower in towers)
-    return not plain or any("timm_model_name" in tower or "hf_model_name" in tower for tower in towers)
+        transformers = "encoders" not in run.train.trainable
+    else:
+        towers = [tower for tower in (spelt_out(run).model.architecture or {}).values() if isinstance(tower, dict)]
+        foreign = any("timm_model_name" in tower or "hf_model_name" in tower for tower in towers)
+        transformers = not foreign and all(isinstance(tower.get("layers", 12), int) for tower in towers)
+    fixed = asked or "train.checkpoint_blocks" in run.pinned or not transformers or run.stage == "eval"
+    return (asked,) if fixed else (False, True)
 
 
 def _backends(run: RunConfig, machine: Machine, offload: bool) -> list[tuple[str, dict[str, Any]]]:
@@ -191,14 +188,17 @@ def _backends(run: RunConfig, machine: Machine, offload: bool) -> list[tuple[str
     found, refusals = [], []
     for name in names:
         settings = {} if own.kind != "auto" else dict(BACKENDS[name])
-        if any(path in run.pinned and getattr(own, path.partition(".")[2]) != value for path, value in settings.items() if path != "backend.kind"):
-            continue
         kind = settings.get("backend.kind", own.kind)
+        by_hand = {"strategy": own.strategy, "zero_stage": own.zero_stage}
+        if any(f"backend.{key}" in run.pinned and settings.get(f"backend.{key}", by_hand[key]) != by_hand[key] for key in by_hand):
+            continue
         if ("backend.strategy" in run.pinned and kind != "torch") or ("backend.zero_stage" in run.pinned and kind != "deepspeed"):
             continue
         settings |= _spread(run, machine, kind) | {"backend.offload": offload}
         try:
-            check_combination(_with(run, settings | {"train.precision": _precision(run, machine)}))
+            tried = _with(run, settings | {"train.precision": _precision(run, machine)})
+            batches = device_batches(tried) if run.stage != "eval" else []
+            check_combination(_with(tried, {"train.device_batch": batches[0]} if batches else {}))
             found.append((name, settings))
         except ConfigError as error:
             refusals.append(error)

@@ -85,14 +85,36 @@ def launch(run: RunConfig, on_log: Callable[[Record], None] | None = None) -> La
     started = time.monotonic()
     if run.dry_run:
         return _left_by(run, started, stopped=False)
-    command = child_command(run)
+    here = for_this_machine(run)
+    command = child_command(here)
     if command is None:
         end_with(int(os.environ.get(WORKER, "1")))
-        stopped = _train_here(run, on_log)
+        stopped = _train_here(here, on_log)
     else:
-        _refuse_held_devices(run)
-        stopped = _watch_child(run, command, on_log)
+        _refuse_held_devices(here)
+        stopped = _watch_child(here, command, on_log)
     return _left_by(run, started, stopped)
+
+
+def for_this_machine(run: RunConfig) -> RunConfig:
+    """``run`` resolved for the machine found here; a worker's stays as its launcher resolved it.
+
+    Workers that torchrun or srun started on a run which leaves something open choose for as many devices as there are workers:
+    each finds the same machine, so all choose the same.
+    """
+    from mmkit.launch.choose import for_machine
+    from mmkit.launch.machine import machine_of
+    from mmkit.sharding.environment import started_by
+
+    if is_worker() and run.resolved:
+        return run
+    machine, world = machine_of(), started_by(os.environ)[1]
+    if world > 1 and machine.kind != "tpu":
+        each = int(os.environ.get("LOCAL_WORLD_SIZE") or min(world, machine.devices_per_host))
+        machine = dataclasses.replace(machine, devices=world, hosts=max(world // each, 1))
+    choice = for_machine(run, machine)
+    choice.plan.check()
+    return choice.run
 
 
 def is_worker() -> bool:

@@ -326,6 +326,7 @@ def open_folder(state: TrainState, first: bool = True) -> MetricsFile | None:
         store.write("config.yaml", to_yaml(state.asked).encode())
     facts = {
         "tables": state.tables, "backend": {"name": state.backend.name, "world": state.backend.world, "devices": state.backend.devices},
+        "chosen": [row.model_dump(mode="json") for row in state.run.chosen], "accumulation": state.run.accumulation,
         "data": {"fingerprint": state.loader.state_dict().get("fingerprint"), "summary": state.loader.summary()},
         "frozen": {name: {key: value for key, value in row.items() if key != "tensors"} for name, row in state.frozen.items()},
         "validation": state.held_out and {"fingerprint": state.held_out.plan.mixture.fingerprint, "summary": state.held_out.summary()},
