@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig, SourceConfig, changed, nearest, setting_names
 from mmkit.foreign_names import ours
-from mmkit.launch.launch import ERROR_PREFIX
+from mmkit.launch.launch import ERROR_PREFIX, tell
 from mmkit.listing import EXAMPLES, LISTS
+from mmkit.notebook.parameters import quiet
 from mmkit.presets import read_mapping
-from mmkit.run_options import add_machine, add_run_options, pair, run_of
+from mmkit.run_options import add_machine, add_run_options, run_of, target_options
 from mmkit.storage import is_remote
 from mmkit.values import checked, read_yaml
 
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not hasattr(options, "run_command") and not rest:
         parser.print_help()
         return 2
+    quiet()
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         if rest:
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:  # OSError: a path that cannot be written, a full disk
         if options.verbose and not isinstance(error, ConfigError):
             raise
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        tell(error)
         return 2
 
 
@@ -121,6 +123,7 @@ def _add_plan(commands: Any) -> None:
     parser = _command(commands, "plan", _plan, "Memory, time, cost and disk of a run, and what is missing, before a byte is downloaded.")
     add_run_options(parser)
     add_machine(parser)
+    parser.add_argument("--all", action="store_true", help="instead: which preset fits which machine, at --stage (default: finetune)")
     parser.add_argument("--samples", type=int, metavar="N", help="examples of one epoch, where the data is not here")
     parser.add_argument("--price", type=float, metavar="USD", help="price of one device for one hour")
 
@@ -151,7 +154,9 @@ def _add_data(commands: Any) -> None:
 
 
 def _add_train(commands: Any) -> None:
-    add_run_options(_command(commands, "train", _train, "Train one stage of a model."))
+    parser = _command(commands, "train", _train, "Train one stage of a model.")
+    add_run_options(parser)
+    add_machine(parser)
 
 
 def _add_eval(commands: Any) -> None:
@@ -165,6 +170,7 @@ def _add_eval(commands: Any) -> None:
 def _add_launch(commands: Any) -> None:
     parser = _command(commands, "launch", _launch, "Train on this machine, a SLURM cluster or a TPU pod.")
     add_run_options(parser)
+    add_machine(parser)
     parser.add_argument("--target", choices=("local", "slurm", "tpu"), default="local")
     for name in ("slurm", "tpu"):
         parser.add_argument(f"--{name}", action="store_const", const=name, dest="target", help=f"the same as --target {name}")
@@ -236,10 +242,15 @@ def _list(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from mmkit.launch.machine import machine_of
+    from mmkit.launch.overview import overview
     from mmkit.launch.preflight import plan_of
     from mmkit.launch.requirements import beside
+    from mmkit.notebook.tables import text
 
     machine = machine_of(options.machine)
+    if options.all:
+        print(text(overview([options.model] if options.model else (), options.stage or "finetune", machine)))
+        return 0
     plan = plan_of(run_of(options), machine=machine, samples=options.samples, price=options.price)
     print(f"{plan}\n\n{beside(plan)}")
     return 0
@@ -256,6 +267,7 @@ def _get(options: argparse.Namespace) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from mmkit.launch.launch import is_worker, launch
+    from mmkit.launch.machine import machine_of
     from mmkit.launch.preflight import preflight
     from mmkit.notebook.progress import Progress
 
@@ -263,7 +275,7 @@ def _train(options: argparse.Namespace) -> int:
     if is_worker():
         launch(run)
         return 0
-    report = preflight(run)
+    report = preflight(run, machine_of(options.machine))
     if run.dry_run:
         print(report)
         return 0
@@ -277,11 +289,14 @@ def _train(options: argparse.Namespace) -> int:
 def _launch(options: argparse.Namespace) -> int:
     if options.target == "local":
         return _train(options)
-    run, wanted = run_of(options), dict(pair(text, "--option") for text in options.option)
+    run, wanted = run_of(options), target_options(options)
     from mmkit.training.assemble import check
+    from mmkit.training.same_run import check_same_run
 
     check(run)  # before a job waits in a queue
     show = options.show or run.dry_run
+    if not show:
+        check_same_run(run)
     return {"slurm": _launch_slurm, "tpu": _launch_tpu}[options.target](run, wanted, show)
 
 
@@ -302,8 +317,7 @@ def _launch_slurm(run: RunConfig, wanted: dict[str, str], show: bool) -> int:
 def _launch_tpu(run: RunConfig, wanted: dict[str, str], show: bool) -> int:
     from mmkit.launch import tpu
 
-    target = checked(tpu.TpuConfig, wanted, "--option")
-    return tpu.start(run, target, show=show)
+    return tpu.start(run, checked(tpu.TpuConfig, wanted, "--option"), show=show)
 
 
 def _data_demo(options: argparse.Namespace) -> int:
@@ -409,14 +423,12 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _figures(options: argparse.Namespace) -> int:
-    from mmkit.figures.gallery import FIGURES
+    from mmkit.figures.gallery import FIGURES, chosen
 
     if options.list:
         print("\n".join(FIGURES))
         return 0
-    if unknown := [name for name in options.names if name not in FIGURES]:
-        raise ConfigError(f"no figure {unknown[0]!r}{nearest(unknown[0], FIGURES)}; `mmkit figures --list` names them")
-    for name in options.names or FIGURES:
+    for name in chosen(options.names or FIGURES):
         print(FIGURES[name]().save(options.out))
     return 0
 
@@ -430,8 +442,7 @@ def _notebook_demo(options: argparse.Namespace) -> int:
 def _notebook_run(options: argparse.Namespace) -> int:
     from mmkit.notebook.runner import find_notebook, run_notebook
 
-    values = read_values(options.parameters) if options.parameters else {}
-    values |= {name: value for name, value in options.parameter}
+    values = (read_values(options.parameters) if options.parameters else {}) | dict(options.parameter)
     outcome = run_notebook(find_notebook(options.notebook), options.output, values, autosave=options.autosave, timeout=options.timeout)
     print(f"{ERROR_PREFIX}{outcome.message}" if outcome.code else f"done in {outcome.seconds:.0f} s", file=sys.stderr)
     print(outcome.notebook)

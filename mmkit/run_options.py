@@ -61,6 +61,22 @@ def run_of(options: argparse.Namespace) -> RunConfig:
     return assemble(overrides, stage, "the command line")
 
 
+def target_options(options: argparse.Namespace) -> dict[str, str]:
+    """The target's options: those after --option, and those that a machine given by name (--machine, MMKIT_MACHINE) stands for.
+
+    ConfigError where both name the same one with other values, and for a machine that is not of the target's kind.
+    """
+    from mmkit.launch.machine import job_options, machine_of
+
+    given = dict(pair(text, "--option") for text in options.option)
+    machine = machine_of(options.machine)
+    meant = job_options(machine, options.target) if machine.named else {}
+    for name, value in given.items():
+        if meant.get(name, value) != value:
+            raise ConfigError(f"--option {name}={value}, but machine {machine.name} has {name} {meant[name]}; leave one of them out")
+    return meant | given
+
+
 def pair(text: str, option: str) -> tuple[str, str]:
     """(key, value) of ``key=value`` after ``option``; ConfigError otherwise."""
     name, sign, value = text.partition("=")

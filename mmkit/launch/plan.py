@@ -10,6 +10,7 @@ Not here: building the (meta) model that is counted; that is `mmkit.launch.prefl
 from __future__ import annotations
 
 import dataclasses
+import html
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -413,6 +414,11 @@ class Plan:
             found = "as the first batches of the data" if self.row else "data.max_length: the data is not here"
             lines.append(f"                    rows of {row.positions:.0f} positions and {row.samples:.3g} samples ({found})")
         return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="word-break:normal">{html.escape(str(self))}</pre>'
 
 
 def make_plan(

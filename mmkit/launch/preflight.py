@@ -6,16 +6,16 @@ The model is built on the meta device, full-sized and without a byte of weights,
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmkit.config import STAGES, ConfigError, DataConfig, RunConfig, SourceConfig, load
-from mmkit.launch.choose import Choice, choose, for_machine
-from mmkit.launch.counting import build_meta, count
-from mmkit.launch.machine import Machine, found, machine_of
-from mmkit.launch.plan import Plan, Row, size
+from mmkit.config import STAGES, ConfigError, DataConfig, RunConfig, SourceConfig
+from mmkit.launch.choose import Choice, for_machine
+from mmkit.launch.counting import build_meta
+from mmkit.launch.machine import Machine, check_is_here, machine_of
+from mmkit.launch.plan import Plan, Row
+from mmkit.notebook.tables import html, text
 from mmkit.presets import preset_tree, presets
 
 if TYPE_CHECKING:
@@ -67,40 +67,43 @@ class Preflight:
         return "".join(f"{table}\n" for table in tables if table)
 
     def _repr_html_(self) -> str:
-        from mmkit.notebook.tables import html
-
-        return f"<pre>{self.plan}</pre>" + "".join(html(rows, caption) for caption, rows in self._tables())
+        return self.plan._repr_html_() + "".join(html(rows, caption) for caption, rows in self._tables())
 
     def __str__(self) -> str:
-        from mmkit.notebook.tables import text
-
         return "\n".join([str(self.plan), *(f"\n{caption}\n{text(rows)}" for caption, rows in self._tables())])
+
+    __repr__ = __str__
 
 
 def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
-    """Counts the model of ``run``, plans it, looks at its data, and raises TooLargeError where it cannot run here.
+    """Counts the model of ``run``, plans it for ``machine`` (None: that of MMKIT_MACHINE, else this one), looks at its data and at the
+    stage before, and raises TooLargeError where it cannot run there.
 
     ConfigError for what training itself would refuse: settings that cannot work together, names of what the model lacks, a schedule or best
-    checkpoint that watches what is not measured, held-out data that are trained on, a disk that cannot hold two checkpoints.
+    checkpoint that watches what is not measured, held-out data that are trained on, a disk that cannot hold two checkpoints, a machine
+    given by name that is not this one.
     A dry run is never too large: it is meant for looking at a model on a machine that cannot hold it. Nothing is downloaded.
     """
     from mmkit.launch.disk import check_disk, disk_rows
     from mmkit.launch.requirements import missing, told
-    from mmkit.training import assemble, validation, weights
+    from mmkit.training import assemble, same_run, validation, weights
 
     check_stage(run)
+    machine = machine or machine_of()
+    if not run.dry_run:
+        check_is_here(machine)
     trains = run.stage != "eval"
     if trains:
         assemble.check(run)
         validation.check(run, tasks=run.model.kind == "clip")
-    choice = for_machine(run, machine or machine_of())
+        same_run.check_same_run(run)
+    choice = for_machine(run, machine)
     run, plan = choice.run, choice.plan
-    if trains:
-        assemble.check(run)
     module = build_meta(run)
     adapters = weights.check_scope(module, run.train, weights.model_file(run).COMPONENTS) if trains else ()
     if not run.dry_run:
         plan.check()
+    check_start(run)
     needs = missing(run)
     try:
         sources, samples = data_rows(run)
@@ -114,6 +117,22 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     return Preflight(choice, plan, tuple(sources), tuple(adapters), tuple(shapes), needs, tuple(disk_rows(plan, needs)))
 
 
+def check_start(run: RunConfig) -> None:
+    """ConfigError, with what makes it, where the export that ``run`` starts from or scores is missing or of an unfinished
+    run; a dry run counts it among what is missing. CheckpointError where the run in the folder began with another."""
+    from mmkit.evaluation.scoring import export_of
+    from mmkit.training import same_run, weights
+
+    try:
+        export = export_of(run) if run.stage == "eval" else weights.parent_export(run)
+    except ConfigError:
+        if not run.dry_run:
+            raise
+        return
+    if run.stage != "eval":
+        same_run.check_start(run, export)
+
+
 def plan_of(
     run: RunConfig,
     *,
@@ -123,9 +142,13 @@ def plan_of(
 ) -> Plan:
     """The plan of a run, as chosen for ``machine`` or, where none is given, for this one. Data that is not here yet is not made.
 
-    ConfigError for a stage that the preset does not have, for names of what the model lacks, and as `choose` raises it.
+    ConfigError for a stage that the preset does not have, names of what the model lacks, what could not be exported, and as `choose`
+    raises it.
     """
+    from mmkit.training.weights import check_exportable
+
     check_stage(run)
+    check_exportable(run)
     choice = for_machine(run, dataclasses.replace(machine or machine_of(), price=price))
     row = row_of(choice.run) if _data_is_here(run) else None
     return dataclasses.replace(choice.plan, samples=samples, row=row)
@@ -141,32 +164,6 @@ def check_stage(run: RunConfig) -> None:
     has = stages_of(run.preset)
     if run.stage != "eval" and run.stage not in has:
         raise ConfigError(f"model {run.preset!r} has no stage {run.stage!r}; its stages are {', '.join(has)}: take one of them")
-
-
-def overview(models: Sequence[str], stage: str) -> list[dict[str, Any]]:
-    """One row a preset: its size, what one device needs at ``stage`` (or the last it trains in, where it has no such
-    stage), and whether this machine has it."""
-    rows = []
-    for name in dict.fromkeys(models):
-        has = stages_of(name)
-        trains = [each for each in ("pretrain", "finetune") if each in has]
-        at = stage if stage in has or stage == "eval" or not trains else trains[-1]
-        run = load(name, at)
-        plan = choose(run, found(), must_fit=False).plan
-        need = plan.need
-        rows.append(
-            {
-                "model": name,
-                "stage": at if at == stage else f"{at} (it has no {stage})",
-                "parameters": sum(part.parameters for part in plan.parts),
-                "trainable": sum(part.trained + part.adapters for part in plan.parts),
-                "needs": size(need.total),
-                "this machine": size(plan.has),
-                "fits": plan.fits,
-                "meant for": plan.run.intended_for,
-            }
-        )
-    return rows
 
 
 def check_shapes(run: RunConfig, module: Any) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from mmkit.training.optim import optimizer_factory
 from mmkit.training.schedule import Schedule, check_lengths, watched
 from mmkit.training.stability import StabilityGuard
 from mmkit.training.weights import (
-    build_model, check_patterns, frozen_record, materialise, parent_export, prepare_model, reader, start_digests,
+    build_model, check_exportable, check_patterns, frozen_record, materialise, parent_export, prepare_model, reader, start_digests,
 )  # fmt: skip
 
 
@@ -130,6 +130,7 @@ def check(run: RunConfig) -> None:
         raise ConfigError(f"component {both[0]!r} is in train.trainable and in train.lora.components: train it whole or by adapters")
     if run.train.bits != 16 and (lora is None or "language" in run.train.trainable):
         raise ConfigError(f"train.bits {run.train.bits} freezes the language model: set train.lora, take language out of train.trainable")
+    check_exportable(run)
     for setting, names in (("train.trainable", run.train.trainable), ("lora.components", lora.components if lora else ())):
         if run.data.cache_features and "encoders" in names:
             raise ConfigError(f"data.cache_features keeps what frozen encoders give, but {setting} has 'encoders'; turn one of them off")

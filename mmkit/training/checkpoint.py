@@ -18,7 +18,6 @@ import hashlib
 import json
 import logging
 import math
-import re
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from mmkit.config import CheckpointConfig
 from mmkit.errors import InputError
+from mmkit.models.exports import COMPLETE
 from mmkit.storage import Store
 from mmkit.training.agreement import by_each
 
@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 VERSION = 2  # 1 told frozen weights apart by a sample of their values only
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SHARD_BYTES = 256 << 20  # a rank flushes its tensors to a file when it holds this much
-COMPLETE = re.compile(r"step-\d{8}")
 POLL_SECONDS = 0.05
 CLOSE_SECONDS = 60.0  # that a failed run gives a save in hand which waits for other ranks: they may be gone
 

@@ -32,9 +32,8 @@ from mmkit.training.gradients import check_reached
 from mmkit.training.interrupt import Interrupt
 from mmkit.training.metrics import totals
 from mmkit.training.notes import Hooks, Notes, Row, is_best, read_steps, save, settle
-from mmkit.training.run_folder import (
-    check_same_run, leave_behind, open_folder, precision_in_force, restore, resume_path,
-)  # fmt: skip
+from mmkit.training.run_folder import leave_behind, open_folder, precision_in_force, restore, resume_path
+from mmkit.training.same_run import already_done, check_same_run
 from mmkit.training.stability import Decision
 
 log = logging.getLogger(__name__)
@@ -132,7 +131,7 @@ def run_from(
         state.guard.rewound(state.step)
         state.schedule.lr_factor = rewind.decision.lr_factor
     if path and state.step >= state.total_steps:
-        return TrainResult(state.run.folder, state.step, {}, "already done", export(state))
+        return TrainResult(state.run.folder, state.step, {}, "already done", export(state), already_done(state.step, state.total_steps))
     notes = Notes(hooks, open_folder(state, first=rewind is None), saved=state.step)
     with notes.metrics or contextlib.nullcontext():
         decision = run_steps(state, notes, interrupt)

@@ -168,7 +168,10 @@ class StabilityGuard:
             message = f"{what}; going back to step {target} or earlier{change} (rewind {self.n_rewinds} of {self.config.max_rewinds})"
             return Decision("rewind", step, cause, message, keys, target, precision, self.lr_factor)
         tried = {"rewind": f" after {self.n_rewinds} rewinds", "skip": f" after {self.n_spikes - 1} skips"}.get(action, "")
-        advice = "set stability.action to skip or rewind, lower the learning rate, or resume in bf16 or fp32"
+        advice = (
+            "resume in bf16 or fp32, or resume from a named checkpoint (resume=step-N) and lower the learning rate or set stability.action to "
+            "skip or rewind"
+        )
         return Decision("stop", step, cause, f"{what}; stopped{tried}: {advice}", keys)
 
     def _target(self, step: int) -> int:

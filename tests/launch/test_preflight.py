@@ -15,11 +15,10 @@ from mmkit.launch.preflight import (
     count,
     data_rows,
     meta_batch,
-    overview,
     plan_of,
     preflight,
 )
-from mmkit.launch.machine import GIB, Machine, host_memory, matmul_rate, named, nvidia_gpus, this_cpu
+from mmkit.launch.machine import GIB, Machine, named
 from mmkit.launch.plan import TooLargeError
 from tests.training.tiny_clip import clip_run, shards
 
@@ -124,13 +123,6 @@ def test_held_out_shards_beside_a_stream_are_looked_at_as_they_are_read(tmp_path
     assert [(row["examples"], row["training"]) for row in check_examples(run)] == [(1000, "ready"), (12, "ready")]
 
 
-def test_overview_says_what_fits_here_each_model_at_a_stage_it_has():
-    small, large, clip = overview(["8b-debug", "llava-7b", "clip-vit-l-14"], "finetune")
-    assert small["fits"] and large["parameters"] > 6.5e9 and large["meant for"]
-    assert (small["stage"], clip["stage"]) == ("finetune", "pretrain (it has no finetune)")
-    assert clip["trainable"] == clip["parameters"] > 4e8
-
-
 def test_a_stage_that_a_preset_lacks_is_refused_by_name_everywhere(capsys):
     from mmkit.cli import main
 
@@ -176,22 +168,6 @@ def test_rows_of_a_plan_are_as_training_makes_them(pack):
     assert planned.row.positions == pytest.approx(positions, rel=0.1)
     assert planned.row.samples == pytest.approx(sum(batch.n_samples for batch in batches) / 48, rel=0.1)
     assert (planned.operations < dataclasses.replace(planned, row=None).operations) is (positions < run.data.max_length)
-
-
-def test_this_machine_is_measured_without_opening_an_accelerator():
-    machine = this_cpu()
-    assert machine.shared and 0 < machine.memory == host_memory()
-    assert 1e7 < matmul_rate.__wrapped__("fp32", seconds=0.05) < 1e15
-
-
-def test_gpus_are_read_from_the_driver_tool(tmp_path, monkeypatch):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'Card A, 81559'\necho 'Card A, 81559'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert nvidia_gpus() == [("Card A", 81559 * 2**20)] * 2
-    tool.write_text("#!/bin/sh\necho 'no devices were found'; exit 6\n")
-    assert nvidia_gpus() == []
 
 
 def test_a_plan_for_named_devices_needs_no_such_device():

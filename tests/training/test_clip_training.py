@@ -154,7 +154,8 @@ def test_a_rewind_to_an_epoch_changes_precision_batch_and_data_seed_and_keeps_th
     assert entry["asked"] == "epoch-2" and entry["from"].endswith("step-00000008") and entry["data"] == {"epoch": 2, "rows": 96, "seed": 5}
     assert (entry["step"], entry["step_there"], entry["global_batch"], entry["seed"], entry["samples"]) == (6, 8, 16, 5, 96)
     assert [change["precision"] for change in record["precisions"]] == ["bf16", "fp32"]
-    assert sorted(os.listdir(f"{second.folder}/checkpoints.before-1")) == ["metrics.jsonl", "step-00000008", "step-00000012", "step-00000016"]
+    parts = ["config.yaml", "environment.json", "export", "metrics.jsonl"]
+    assert sorted(os.listdir(f"{second.folder}/checkpoints.before-1")) == [*parts, "step-00000008", "step-00000012", "step-00000016"]
     assert sorted(os.listdir(f"{second.folder}/checkpoints")) == [f"step-{step:08d}" for step in (4, 6, 8, 12)]
     assert train(second).reason == train(second.model_copy(update={"resume": "auto"})).reason == "already done"  # a requeue does not go back again
 
