@@ -281,7 +281,7 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     print(report.at_start(), end="")
     with Progress(report.steps, live=False) as progress:
-        result = launch(run, on_log=progress)
+        result = launch(report.run, on_log=progress)
     print(result)
     return 0
 

@@ -34,6 +34,12 @@ class Choice:
     plan: Plan
 
     @property
+    def backend(self) -> str:
+        """The short name of the backend, as `backend` and --backend take it: ddp, zero3."""
+        own = self.run.backend
+        return {"torch": own.strategy, "deepspeed": f"zero{own.zero_stage}"}.get(own.kind, own.kind)
+
+    @property
     def rows(self) -> list[dict[str, Any]]:
         """One row a decision: setting, value, why."""
         rows = [{"setting": row.setting, "value": row.value, "why": row.why} for row in self.run.chosen]
@@ -143,7 +149,10 @@ def _with(run: RunConfig, settings: dict[str, Any]) -> RunConfig:
 
 
 def _precision(run: RunConfig, machine: Machine) -> str:
-    asked = run.train.precision
+    asked, later = run.train.precision, run.train.stability.rewind_precision
+    if run.train.stability.action == "rewind" and later and machine.peak and later not in machine.peak:
+        has = ", ".join(machine.peak)
+        raise ConfigError(f"stability.rewind_precision = {later}: {machine.device} ({machine.name}) does not compute in it; it has {has}")
     if asked in machine.peak or not machine.peak:
         return asked
     if "train.precision" in run.pinned:
@@ -179,6 +188,8 @@ def _backends(run: RunConfig, machine: Machine, offload: bool) -> list[tuple[str
         names = [own.kind]
     elif machine.kind == "tpu" or own.xla_devices or own.fsdp_axis:
         names = ["xla"]
+    elif "backend.strategy" in run.pinned or "backend.zero_stage" in run.pinned:
+        names = [own.strategy] if "backend.strategy" in run.pinned else [f"zero{own.zero_stage}"]
     elif run.stage == "eval" or (not several and not offload and not own.deepspeed_config):
         names = ["single"]
     else:
@@ -189,9 +200,6 @@ def _backends(run: RunConfig, machine: Machine, offload: bool) -> list[tuple[str
     for name in names:
         settings = {} if own.kind != "auto" else dict(BACKENDS[name])
         kind = settings.get("backend.kind", own.kind)
-        by_hand = {"strategy": own.strategy, "zero_stage": own.zero_stage}
-        if any(f"backend.{key}" in run.pinned and settings.get(f"backend.{key}", by_hand[key]) != by_hand[key] for key in by_hand):
-            continue
         if ("backend.strategy" in run.pinned and kind != "torch") or ("backend.zero_stage" in run.pinned and kind != "deepspeed"):
             continue
         settings |= _spread(run, machine, kind) | {"backend.offload": offload}
@@ -203,7 +211,9 @@ def _backends(run: RunConfig, machine: Machine, offload: bool) -> list[tuple[str
         except ConfigError as error:
             refusals.append(error)
     if not found and not (offload and not own.offload):
-        told = refusals[0] if refusals else f"no backend that {machine.name} has suits {', '.join(run.pinned)}; leave them out"
+        by_hand = [name for name in run.pinned if name in ("backend.strategy", "backend.zero_stage")]
+        use = {"tpu": "it is driven by xla"}.get(machine.kind, "strategy is torch's, zero_stage DeepSpeed's")
+        told = refusals[0] if refusals else f"{' with '.join(by_hand)} on {machine.name}: {use}; leave it out"
         raise ConfigError(str(told))
     return found
 
@@ -220,6 +230,8 @@ def _spread(run: RunConfig, machine: Machine, kind: str) -> dict[str, Any]:
     own, n = run.backend, machine.devices_per_host
     if kind == "xla":
         every = machine.devices if machine.kind == "tpu" and run.stage != "eval" else None
+        if every and own.xla_devices not in (None, every):
+            raise ConfigError(f"backend.xla_devices = {own.xla_devices}, but {machine.name} has {every} chips, of which all share a step")
         return {"backend.processes": own.processes or 1, "backend.nodes": own.nodes or 1, "backend.xla_devices": own.xla_devices or every}
     if kind == "single" or run.stage == "eval":
         return {"backend.processes": own.processes or 1, "backend.nodes": own.nodes or 1}
@@ -352,7 +364,7 @@ def _changes(run: RunConfig, machine: Machine) -> Iterator[tuple[str, dict[str, 
     for name in _more(machine):
         yield "more devices", {}, name
     for name in OTHERS:
-        yield f"{named(name).kind} devices", {}, name
+        yield "a TPU slice" if named(name).kind == "tpu" else "GPUs", {}, name
     for what, settings in adapters:
         for name in OTHERS:
             yield f"{what} elsewhere", settings, name

@@ -129,12 +129,13 @@ def for_this_machine(run: RunConfig) -> RunConfig:
     each finds the same machine, so all choose the same.
     """
     from mmkit.launch.choose import for_machine
-    from mmkit.launch.machine import machine_of
+    from mmkit.launch.machine import check_is_here, machine_of
     from mmkit.sharding.environment import started_by
 
     if is_worker() and run.resolved:
         return run
     machine, world = machine_of(), started_by(os.environ)[1]
+    check_is_here(machine)
     if world > 1 and machine.kind != "tpu":
         each = int(os.environ.get("LOCAL_WORLD_SIZE") or min(world, machine.devices_per_host))
         machine = dataclasses.replace(machine, devices=world, hosts=max(world // each, 1))
@@ -162,7 +163,7 @@ def child_command(run: RunConfig) -> list[str] | None:
     if (backend.nodes or 1) > 1:
         raise ConfigError(
             f"backend.nodes = {backend.nodes}: several machines are started by their scheduler; use `mmkit launch --target slurm` or "
-            "`--target tpu`, or run torchrun on each machine with `-m mmkit train --config FILE`"
+            "`--target tpu`, or run torchrun on each machine with `-m mmkit train --config FILE`; backend.nodes=1 uses this one alone"
         )
     train = ["-m", "mmkit", "train"]
     if (backend.processes or 1) > 1:

@@ -232,7 +232,7 @@ def job_options(machine: Machine, target: str) -> dict[str, str]:
     if target == "tpu":
         family, size = machine.name.split("-")
         return {"accelerator": f"{next((ours for ours, own in SPELT.items() if own == family), family)}-{size}"}
-    gpus = {"gpus_per_node": "0"} if machine.kind == "cpu" else {}
+    gpus = {"gpus_per_node": "0"} if machine.kind == "cpu" else {"device": re.sub(r"^(\d+x)+", "", machine.name)}
     return {"nodes": str(machine.hosts), "tasks_per_node": str(machine.devices_per_host)} | gpus
 
 

@@ -287,12 +287,13 @@ class Plan:
     @property
     def has(self) -> float:
         """Bytes one device may use."""
-        return self.machine.memory / (self.machine.devices if self.machine.shared else 1)
+        return self.machine.memory / (self.machine.devices_per_host if self.machine.shared else 1)
 
     @property
     def fits(self) -> bool:
         """Whether the run fits, with a twentieth kept free, on devices and, where state is offloaded, on hosts."""
-        return self.need.total <= self.has * 0.95 and self.host_need <= self.machine.host_memory * 0.95
+        own = self.host_need / self.machine.devices_per_host if self.machine.shared else 0.0  # a CPU offloads to its own memory
+        return self.need.total + own <= self.has * 0.95 and self.host_need <= self.machine.host_memory * 0.95
 
     @property
     def host_need(self) -> float:
@@ -337,7 +338,7 @@ class Plan:
         if precision not in machine.peak:
             return 0.0, f"{machine.device} does not compute in {precision}: it has {', '.join(machine.peak)}"
         if machine.measured and not machine.peak[precision]:
-            found = machine.measured(precision) / (machine.devices if machine.shared else 1)
+            found = machine.measured(precision) / (machine.devices_per_host if machine.shared else 1)
             if not found:
                 return 0.0, f"a matrix product in {precision} could not be tried here"
             told = f"{HERE_FRACTION:.0%} of the {found / 1e9:,.0f} GFLOP/s of a {precision} product measured here"
@@ -372,7 +373,8 @@ class Plan:
         need, run = self.need, self.run
         kinds = ", ".join(f"{name} {size(getattr(need, name))}" for name in ("weights", "gradients", "optimizer", "activations"))
         verdict = "fits" if self.fits else "does not fit"
-        shared = f" shared by {self.machine.devices} processes" if self.machine.shared and self.machine.devices > 1 else " a device"
+        several = self.machine.shared and self.machine.devices_per_host > 1
+        shared = f" shared by {self.machine.devices_per_host} processes" if several else " a device"
         lines = [
             f"{run.preset}/{run.stage} {verdict} this machine.",
             f"  it needs:         {size(need.total)} a device ({kinds})",

@@ -7,6 +7,7 @@ signals the batch shell, which passes SIGUSR1 on: training finishes its step, sa
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from pydantic import Field, model_validator
 
 from mmkit.config import ConfigError, RunConfig, Settings, changed, to_yaml
 from mmkit.errors import InputError
+from mmkit.launch.choose import for_machine
 from mmkit.launch.launch import follow
+from mmkit.launch.machine import named
 from mmkit.launch.preflight import check_stage
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mmkit.config import ConfigError, OptimizerConfig, Precision, RunConfig, to_yaml
+from mmkit.config import ConfigError, OptimizerConfig, Precision, RunConfig, asked, to_yaml
 from mmkit.training.agreement import by_main
 from mmkit.training.assemble import TrainState, seed_everything
 from mmkit.training.checkpoint import Checkpoint, folder_name, open_verified
@@ -156,8 +156,8 @@ def step_after(values: dict, run: RunConfig) -> int:
 
 
 def asked_of(run: RunConfig) -> dict[str, Any]:
-    """What a resume from a named checkpoint asks for."""
-    return {"asked": run.resume, "precision": run.train.precision, "global_batch": run.train.global_batch, "seed": run.seed}
+    """What a resume from a named checkpoint asks for; a precision that was chosen for a machine is not asked for."""
+    return {"asked": run.resume, "precision": asked(run).train.precision, "global_batch": run.train.global_batch, "seed": run.seed}
 
 
 def went_on(values: dict, run: RunConfig) -> bool:
@@ -219,7 +219,7 @@ def branch(state: TrainState, path: str, values: dict, entry: dict[str, Any]) ->
     if not own or state.step != values["step"] or ends_here:
         save_checkpoint(state)
     if ends_here and state.backend.is_main:  # nothing is trained that would write it
-        Store(state.run.folder).write("config.yaml", to_yaml(state.asked).encode())
+        Store(state.run.folder).write("config.yaml", to_yaml(asked(state.asked)).encode())
 
 
 def leave_behind(state: TrainState, step: int) -> None:
@@ -339,7 +339,7 @@ def open_folder(state: TrainState, first: bool = True) -> MetricsFile | None:
     if first and not state.step and store.size("export/config.json") is not None:
         set_aside(state.run, [])  # of a training whose checkpoints are gone
     if first:
-        store.write("config.yaml", to_yaml(state.asked).encode())
+        store.write("config.yaml", to_yaml(asked(state.asked)).encode())
     facts = {
         "tables": state.tables, "backend": {"name": state.backend.name, "world": state.backend.world, "devices": state.backend.devices},
         "chosen": [row.model_dump(mode="json") for row in state.run.chosen], "accumulation": state.run.accumulation,
