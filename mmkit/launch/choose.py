@@ -232,7 +232,7 @@ def _spread(run: RunConfig, machine: Machine, kind: str) -> dict[str, Any]:
         every = machine.devices if machine.kind == "tpu" and run.stage != "eval" else None
         if every and own.xla_devices not in (None, every):
             raise ConfigError(f"backend.xla_devices = {own.xla_devices}, but {machine.name} has {every} chips, of which all share a step")
-        return {"backend.processes": own.processes or 1, "backend.nodes": own.nodes or 1, "backend.xla_devices": own.xla_devices or every}
+        return {"backend.xla_devices": own.xla_devices or every}  # one program, whichever number of hosts run it
     if kind == "single" or run.stage == "eval":
         return {"backend.processes": own.processes or 1, "backend.nodes": own.nodes or 1}
     for name, asked, there in (("processes", own.processes, n), ("nodes", own.nodes, machine.hosts)):
@@ -351,6 +351,10 @@ def _changes(run: RunConfig, machine: Machine) -> Iterator[tuple[str, dict[str, 
         yield "recomputation", {"train.checkpoint_blocks": True}, ""
     if run.backend.kind != "auto":
         yield "another backend", {"backend.kind": "auto", "backend.processes": None, "backend.nodes": None}, ""
+    if "backend.strategy" in run.pinned and run.backend.strategy == "ddp":
+        yield "another strategy", {"backend.strategy": "fsdp"}, ""
+    if "backend.zero_stage" in run.pinned and run.backend.zero_stage < 3:
+        yield "another stage of ZeRO", {"backend.zero_stage": 3}, ""
     if not run.backend.offload and Facts.of(run).machinery in (*OFFLOADS, "auto"):
         yield "offload", {"backend.offload": True}, ""
     if run.model.kind == "vlm" and run.stage != "eval":
@@ -361,13 +365,12 @@ def _changes(run: RunConfig, machine: Machine) -> Iterator[tuple[str, dict[str, 
             adapters.append(("QLoRA", (adapters[0][1] if adapters else {}) | {"train.bits": 4}))
     for what, settings in adapters:
         yield what, settings, ""
-    for name in _more(machine):
-        yield "more devices", {}, name
-    for name in OTHERS:
-        yield "a TPU slice" if named(name).kind == "tpu" else "GPUs", {}, name
-    for what, settings in adapters:
-        for name in OTHERS:
-            yield f"{what} elsewhere", settings, name
+    others = [("more devices", name) for name in _more(machine)]
+    others += [("a TPU slice" if named(name).kind == "tpu" else "GPUs", name) for name in OTHERS]
+    yield from ((what, {}, name) for what, name in others)
+    for with_what, settings in [("a smaller micro-batch", {"train.device_batch": train.device_batch}), *adapters]:
+        if with_what in (what for what, _ in adapters) or "train.device_batch" in run.pinned:
+            yield from ((f"{what} and {with_what}", settings, name) for what, name in others)
 
 
 def _more(machine: Machine) -> list[str]:
