@@ -270,10 +270,13 @@ def _train(options: argparse.Namespace) -> int:
     from mmkit.launch.machine import machine_of
     from mmkit.launch.preflight import preflight
     from mmkit.notebook.progress import Progress
+    from mmkit.sharding.environment import process_environment
 
     run = run_of(options)
     if is_worker():
-        launch(run)
+        result = launch(run)
+        if process_environment(os.environ).rank == 0:  # for the job's log
+            print(result)
         return 0
     report = preflight(run, machine_of(options.machine))
     if run.dry_run:

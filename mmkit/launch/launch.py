@@ -57,7 +57,8 @@ class Launched:
     last: Record  # the last line of metrics.jsonl
     export: str | None  # the folder that `from_pretrained` reads
     seconds: float  # of this call, with all that is done beside training
-    stopped: bool = False  # it was interrupted, and can be resumed
+    stopped: bool = False  # before its last step: interrupted, or by the stability guard
+    told: str = ""  # what the user is to know of how it ended
     made: int = 0  # steps of this call
     trained_seconds: float = 0.0  # of all steps, with their evaluations and checkpoints
     mean_loss: float | None = None  # over the last tenth of the steps
@@ -90,9 +91,10 @@ class Launched:
             what += f", {self.steps} in all"
         if isinstance(self.last.get("loss"), (int, float)):
             what += f", loss {self.last['loss']:.4f}" + (f" (last tenth {self.mean_loss:.4f})" if self.mean_loss is not None else "")
-        ending = ", stopped early: the same command or cell resumes it" if self.stopped else ""
+        ending = ", stopped early" if self.stopped else ""
+        told = self.told or ("the same command or cell resumes it" if self.stopped else "")
         changes = "".join(f"\n{change}" for change in self.changes)
-        return f"{self.run.preset}/{self.run.stage}: {what}{ending}; in {self.folder}{changes}"
+        return f"{self.run.preset}/{self.run.stage}: {what}{ending}; in {self.folder}" + (f"\n{told}" if told else "") + changes
 
     __repr__ = __str__
 
@@ -388,8 +390,12 @@ def _left_by(run: RunConfig, started: float, before: list[Record], stopped: bool
     losses = [float(record.get("loss", "nan")) for record in records[-max(len(records) // 10, 1) :]]
     mean = sum(losses) / max(len(losses), 1)
     spent = [float(record.get(name, 0)) for record in records for name in ("seconds", "eval_seconds", "save_seconds")]
-    resumed = kept < len(records) and Store(run.folder).size("environment.json") is not None
-    history = json.loads(Store(run.folder).read("environment.json")).get("history", ()) if resumed else ()
+    known = not run.dry_run and Store(run.folder).size("environment.json") is not None
+    facts = json.loads(Store(run.folder).read("environment.json")) if known else {}
+    history = facts.get("history", ()) if kept < len(records) else ()
+    ended = facts.get("ended") or {}
+    if not records or ended.get("step") != records[-1]["step"]:  # of a process that was ended before it could say how
+        ended = {}
     export = f"{run.folder}/export"
     return Launched(
         run=run,
@@ -398,7 +404,8 @@ def _left_by(run: RunConfig, started: float, before: list[Record], stopped: bool
         last=records[-1] if records else {},
         export=export if not run.dry_run and Store(export).size("config.json") is not None else None,
         seconds=time.monotonic() - started,
-        stopped=stopped,
+        stopped=stopped or ended.get("reason", "done") != "done",
+        told=ended.get("told", ""),
         made=len(records) - kept,
         trained_seconds=sum(spent),
         mean_loss=mean if losses and math.isfinite(mean) else None,

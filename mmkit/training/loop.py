@@ -32,7 +32,8 @@ from mmkit.training.gradients import check_reached
 from mmkit.training.interrupt import Interrupt
 from mmkit.training.metrics import totals
 from mmkit.training.notes import Hooks, Notes, Row, is_best, read_steps, save, settle
-from mmkit.training.run_folder import leave_behind, open_folder, precision_in_force, restore, resume_path
+from mmkit.storage import Store
+from mmkit.training.run_folder import leave_behind, note_end, open_folder, precision_in_force, restore, resume_path
 from mmkit.training.same_run import already_done, check_same_run
 from mmkit.training.stability import Decision
 
@@ -145,6 +146,7 @@ def run_from(
             save(state, notes)
             settle(state, notes)
     folder, told = export(state) if reason == "done" else None, hint(state, notes, reason, decision)
+    note_end(state, reason, told)
     return TrainResult(state.run.folder, state.step, notes.last, reason, folder, told)
 
 
@@ -157,7 +159,9 @@ def hint(state: TrainState, notes: Notes, reason: str, decision: Decision) -> st
         failed = f"the checkpoint of step {state.step} could not be written"
         told.append(f"{failed}; the same command goes on from the one before")
     elif reason == "interrupted":
-        told.append(f"stopped after step {state.step}; the same command goes on from there (resume=auto)")
+        told.append(f"stopped after step {state.step}; the same command or cell goes on from there (resume=auto)")
+    if state.guard.n_rewinds:
+        told.append(f"it went back to an earlier checkpoint {state.guard.n_rewinds} time(s); why is in {Store(state.run.folder).path('stability')}")
     return ". ".join(told)
 
 

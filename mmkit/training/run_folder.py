@@ -350,3 +350,12 @@ def open_folder(state: TrainState, first: bool = True) -> MetricsFile | None:
     }  # fmt: skip
     store.write("environment.json", json.dumps(environment(**facts), indent=1, default=str).encode())
     return MetricsFile(state.run.folder, state.step, state.samples, state.run.train.tensorboard)
+
+
+def note_end(state: TrainState, reason: str, told: str) -> None:
+    """Adds to environment.json how the training ended: whoever started its process, and opens the folder later, reads it there."""
+    if not state.backend.is_main:
+        return
+    store = Store(state.run.folder)
+    facts = json.loads(store.read("environment.json")) | {"ended": {"step": state.step, "reason": reason, "told": told}}
+    store.write("environment.json", json.dumps(facts, indent=1).encode())

@@ -295,3 +295,12 @@ def test_a_set_that_decides_the_best_checkpoint_must_be_here(tmp_path, monkeypat
     best = {"best_metric": "eval_imagenet1k_acc1", "best_mode": "max", "train.eval_every": 1, "evaluation.tasks": ["imagenet1k"]}
     with pytest.raises(ConfigError, match="task 'imagenet1k': no set at"):
         launch(load("clip-vit-l-14-debug", "pretrain", best | {"root": str(tmp_path)}))
+
+
+def test_a_stop_of_the_stability_guard_in_a_child_is_told_with_its_advice(tmp_path):
+    settings = {"train.stability.threshold": 1e-6, "train.stability.window": 8, "train.log_every": 1, "train.steps": 40, "train.device_batch": 1}
+    run = a_run(tmp_path, **{"backend.kind": "torch", "backend.processes": 2, **settings})
+    result = launch(run)
+    assert result.stopped and result.export is None and result.steps < 40
+    assert "loss spike" in result.told and "lower the learning rate" in str(result) and "resumes it" not in str(result)
+    assert json.loads(Path(result.folder, "environment.json").read_text())["ended"]["reason"] == "loss spike"

@@ -284,7 +284,7 @@ def test_looking_starts_nothing_and_a_product_is_tried_in_a_process_of_its_own()
 
 
 def test_a_machine_given_by_name_is_planned_for_and_does_not_train_here(monkeypatch):
-    run = load("8b-debug", "finetune")
+    run = load("8b-debug", "finetune", {"start_from": "source"})
     with pytest.raises(ConfigError, match="machine 8xa100-80gb is not here: this is .* CPU core"):
         preflight(run, named("8xa100-80gb"))
     dry = preflight(load("8b-debug", "finetune", {"dry_run": True}), named("v4-64"))

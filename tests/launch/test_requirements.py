@@ -295,22 +295,7 @@ def test_a_real_run_names_everything_that_is_missing_at_once(tmp_path, monkeypat
 def test_plan_prints_disk_and_missing_things(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert (
-        cli.main(
-            [
-                "plan",
-                "--model",
-                "llava-7b",
-                "--device",
-                "a100-80gb",
-                "--devices",
-                "8",
-                "--run-dir",
-                str(tmp_path),
-            ]
-        )
-        == 0
-    )
+    assert cli.main(["plan", "--model", "llava-7b", "--machine", "8xa100-80gb", "--run-dir", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert (
         "a step on 8 x" in shown

@@ -85,7 +85,7 @@ def test_the_libraries_still_say_what_is_left_out(module, logger):
 
 def objects(folder):
     """What notebook cells end in, made without training."""
-    run = load("8b-debug", "finetune", {"root": str(folder)})
+    run = load("8b-debug", "finetune", {"root": str(folder), "start_from": "source"})
     yield preflight(run)
     yield plan_of(run)
     yield examine()
