@@ -17,8 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from mmkit import rules
 from mmkit.errors import ConfigError
 from mmkit.presets import PARAMS as PARAMS
-from mmkit.presets import merge, origin, preset_tree, read_mapping
-from mmkit.presets import presets as presets
+from mmkit.presets import merge, origin, preset_tree, presets as presets, read_mapping
 from mmkit.values import example, explain, hint, kinds_at, kinds_of, nearest, parsed
 
 Stage = Literal["pretrain", "finetune", "eval"]
@@ -370,8 +369,8 @@ class RunConfig(Settings):
     @property
     def resolved(self) -> bool:
         """Whether nothing is left to be chosen for a machine."""
-        kind, processes = self.backend.kind, self.backend.processes
-        return bool(self.chosen) or kind in ("single", "xla") or (kind != "auto" and processes is not None)
+        kind, spread = self.backend.kind, self.backend.processes is not None
+        return bool(self.chosen) or kind in ("single", "xla") or (kind != "auto" and spread)
 
 
 # ---------------------------------------------------------------- text -> RunConfig, in this one place
@@ -423,10 +422,9 @@ def asked(run: RunConfig) -> RunConfig:
     return _validate(tree, "code")
 
 
-def _pin(tree: dict[str, Any], paths: typing.Iterable[tuple[str, ...]]) -> None:
+def _pin(tree: dict[str, Any], paths: list[tuple[str, ...]]) -> None:
     """Settings given by name are final: none of them is chosen for a machine, and none is put back by `asked`."""
-    given = [f"{'.'.join(path)}." for path in paths]
-    own = [name for name in rules.CHOOSABLE if any(f"{name}.".startswith(path) for path in given)]
+    own = [name for name in rules.CHOOSABLE if any(f"{name}.".startswith(f"{'.'.join(path)}.") for path in paths)]
     tree["pinned"] = sorted({*tree.get("pinned", ()), *own})
     tree["chosen"] = [row for row in tree.get("chosen", ()) if row["setting"] not in own]
 

@@ -26,6 +26,10 @@ BY_HAND, PRESET = "given by hand", "the preset's"
 OTHERS = ("l4-24gb", "a100-80gb", "8xa100-80gb", "v4-64", "4x8xa100-80gb", "v4-256", "16x8xa100-80gb", "v4-1024")
 
 
+class BatchError(ConfigError):
+    """The devices of the machine cannot share the global batch evenly; the message names the nearest that they can."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """A run resolved for a machine, and the plan that the decision was made by."""
@@ -87,7 +91,7 @@ def _typed(value: Any) -> str:
 def choose(run: RunConfig, machine: Machine, parts: Sequence[Part] | None = None, must_fit: bool = True) -> Choice:
     """``run`` resolved for ``machine``; a run that was resolved before stays as it is. ``parts`` are counted where not given.
 
-    ConfigError where global_batch cannot be met exactly, where the machine lacks what was given by hand, or where no backend can do
+    BatchError where global_batch cannot be met exactly, ConfigError where the machine lacks what was given by hand, or where no backend can do
     what is asked; TooLargeError where nothing fits, or, without ``must_fit``, what comes nearest.
     """
     parts, best = count(run) if parts is None else parts, None
@@ -251,7 +255,7 @@ def _largest(run: RunConfig, machine: Machine, parts: Sequence[Part]) -> Choice:
         return _planned(run, machine, parts)
     batches = device_batches(run)
     if not batches:
-        raise ConfigError(_unmet(run, machine))
+        raise BatchError(_unmet(run, machine))
     for batch in batches:
         choice = _planned(_with(run, {"train.device_batch": batch}), machine, parts)
         if choice.plan.fits:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mmkit.config import ConfigError, RunConfig, load
-from mmkit.launch.choose import choose
+from mmkit.launch.choose import BatchError, choose
 from mmkit.launch.counting import count
 from mmkit.launch.machine import Machine, machine_of, named
 from mmkit.launch.plan import Part, size
@@ -49,6 +49,8 @@ def verdict(run: RunConfig, parts: Sequence[Part], machine: Machine) -> str:
     that some choice needs, or cannot meet the global batch."""
     try:
         choice = choose(run, machine, parts, must_fit=False)
+    except BatchError:
+        return f"no: {run.train.global_batch} rows on {machine.devices} devices"
     except ConfigError as error:
         return f"no: {str(error).splitlines()[0].partition(';')[0]}"
     need = size(choice.plan.need.total)
