@@ -241,6 +241,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from mmkit.launch.choose import Choice
     from mmkit.launch.machine import machine_of
     from mmkit.launch.overview import overview
     from mmkit.launch.preflight import plan_of
@@ -252,7 +253,8 @@ def _plan(options: argparse.Namespace) -> int:
         print(text(overview([options.model] if options.model else (), options.stage or "finetune", machine)))
         return 0
     plan = plan_of(run_of(options), machine=machine, samples=options.samples, price=options.price)
-    print(f"{plan}\n\n{beside(plan)}")
+    choice = Choice(plan.run, plan)
+    print(f"{choice}\n{plan}\n\nchosen for the machine\n{text(choice.rows)}\n\n{beside(plan)}")
     return 0
 
 

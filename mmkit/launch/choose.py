@@ -218,7 +218,7 @@ def _backends(run: RunConfig, machine: Machine, offload: bool) -> list[tuple[str
         by_hand = [name for name in run.pinned if name in ("backend.strategy", "backend.zero_stage")]
         use = {"tpu": "it is driven by xla"}.get(machine.kind, "strategy is torch's, zero_stage DeepSpeed's")
         told = refusals[0] if refusals else f"{' with '.join(by_hand)} on {machine.name}: {use}; leave it out"
-        raise ConfigError(str(told))
+        raise ConfigError(f"{told}; {machine.name} is driven by xla alone" if refusals and machine.kind == "tpu" else str(told))
     return found
 
 

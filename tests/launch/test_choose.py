@@ -164,6 +164,7 @@ def test_a_value_given_by_hand_is_never_changed(machine, settings):
         ("8xa100-80gb", {"backend.kind": "xla"}, "backend.kind = xla does not drive the A100 80GB of 8xa100-80gb; use single, torch or deepspeed"),
         ("v4-128", {"backend.kind": "torch"}, "backend.kind = torch does not drive the TPU v4 chip of v4-128; use xla"),
         ("v4-128", {"backend.strategy": "fsdp"}, "backend.strategy on v4-128: it is driven by xla; leave it out"),
+        ("v4-128", {"train.bits": 4, "train.lora": {}, "train.trainable": ["connector"]}, "v4-128 is driven by xla alone"),
         ("v4-128", {"backend.xla_devices": 32}, "backend.xla_devices = 32, but v4-128 has 64 chips"),
         ("v4-128", {"train.precision": "fp16"}, "train.precision = fp16: TPU v4 chip"),
         ("8xa100-80gb", {"backend.processes": 16}, "backend.processes = 16, but 8xa100-80gb has 8 devices a host"),
@@ -355,5 +356,8 @@ def test_the_table_of_machines_counts_each_preset_once_and_takes_the_choice(monk
 def test_a_plan_is_the_choice_s(capsys):
     plan = plan_of(load("13b", "finetune"), machine=named("8xa100-80gb"), samples=1000)
     assert plan.run.backend.strategy == "fsdp" and plan.fits and plan.steps == 2
+    assert main(["plan", "--model", "13b", "--stage", "finetune", "--machine", "8xa100-80gb"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("backend: torch fsdp on 8 x A100 80GB") and "\nbatch:   8 a device" in shown and "8 of 8 devices" in shown
     assert main(["plan", "--model", "8b-debug", "--backend", "xla", "--machine", "8xa100-80gb"]) == 2
     assert "does not drive the A100 80GB" in capsys.readouterr().err
