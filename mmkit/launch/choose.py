@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mmkit.config import Chosen, ConfigError, LoraConfig, RunConfig, changed
+from mmkit.config import Chosen, ConfigError, LoraConfig, RunConfig, asked, changed
 from mmkit.launch.counting import count, spelt_out
 from mmkit.launch.machine import GPUS, Machine, named
 from mmkit.launch.plan import Part, Plan, TooLargeError, make_plan, size
@@ -191,6 +191,8 @@ def _backends(run: RunConfig, machine: Machine, offload: bool) -> list[tuple[str
         _refuse_lacking(own.kind, machine)
         names = [own.kind]
     elif machine.kind == "tpu" or own.xla_devices or own.fsdp_axis:
+        if machine.kind == "cuda":
+            raise ConfigError(f"backend.xla_devices and fsdp_axis are read by xla, which does not drive {machine.name}; leave them out")
         names = ["xla"]
     elif "backend.strategy" in run.pinned or "backend.zero_stage" in run.pinned:
         names = [own.strategy] if "backend.strategy" in run.pinned else [f"zero{own.zero_stage}"]
@@ -326,7 +328,7 @@ def _told(run: RunConfig, choice: Choice, name: str, needs: Sequence[str], machi
 
 def changes_that_fit(run: RunConfig, machine: Machine, most: int = 3) -> list[Change]:
     """The nearest changes, ``most`` of them, with which a run that does not fit ``machine`` does: each is planned, none is guessed."""
-    found: list[Change] = []
+    run, found = asked(run), []  # what was chosen for another machine is open again
     done: set[str] = set()  # of several sizes of one kind of change the first that fits
     for what, settings, other in _changes(run, machine):
         if len(found) == most:

@@ -138,10 +138,7 @@ def for_this_machine(run: RunConfig) -> RunConfig:
         return run
     machine, world = machine_of(), started_by(os.environ)[1]
     check_is_here(machine)
-    if world > 1 and machine.kind != "tpu":
-        each = int(os.environ.get("LOCAL_WORLD_SIZE") or min(world, machine.devices_per_host))
-        machine = dataclasses.replace(machine, devices=world, hosts=max(world // each, 1))
-    choice = for_machine(run, machine)
+    choice = for_machine(run, machine.for_workers(world, int(os.environ.get("LOCAL_WORLD_SIZE") or 0)))
     choice.plan.check()
     return choice.run
 

@@ -63,6 +63,13 @@ class Machine:
         hosts = max(min(self.hosts, -(-devices // self.devices_per_host)), 1)
         return dataclasses.replace(self, devices=devices, hosts=hosts)
 
+    def for_workers(self, world: int, each: int = 0) -> Machine:
+        """The same machine for ``world`` processes that a scheduler started, ``each`` on a host (0: one a device): a device for
+        each, but on a TPU, where a process drives its host's chips."""
+        if world < 2 or self.kind == "tpu":
+            return self
+        return dataclasses.replace(self, devices=world, hosts=max(world // (each or min(world, self.devices_per_host)), 1))
+
 
 # ---------------------------------------------------------------- the table
 

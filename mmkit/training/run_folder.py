@@ -41,7 +41,7 @@ def save_checkpoint(state: TrainState, metrics: dict[str, float] | None = None) 
         "step": state.step, "samples": state.samples, "tokens": state.tokens, "total_steps": state.total_steps,
         "data": state.loader.state_dict(), "schedule": state.schedule.state_dict(), "guard": state.guard.state_dict(),
         "backend": state.backend.extra_state(), "backend_kind": state.backend.name, "precisions": state.precisions,
-        "asked_precision": state.asked.train.precision,
+        "asked_precision": asked(state.asked).train.precision,
         "history": state.history, "global_batch": state.run.train.global_batch, "adapters": adapter_record(state.run),
         "random": state.backend.all_objects(random_state(state)), "settings": state.asked.model_dump(mode="json"),
         "started": started_with(state),
@@ -282,12 +282,12 @@ def precision_in_force(state: TrainState, path: str | None) -> Precision:
     """
 
     def find() -> Precision:
-        asked = state.run.train.precision
+        now, wanted = state.run.train.precision, asked(state.run).train.precision  # what a machine lacks is not asked for otherwise
         saved = {} if path is None or is_foreign(path) else Checkpoint(path).state
         kept = saved.get("guard", {}).get("precision")
-        if kept in (None, asked) or saved["asked_precision"] != asked:
-            return asked
-        log.warning("resuming in %s, to which a rewind changed from %s; another precision changes it", kept, asked)
+        if kept in (None, now) or saved["asked_precision"] != wanted:
+            return now
+        log.warning("resuming in %s, to which a rewind changed from %s; another precision changes it", kept, wanted)
         return kept
 
     return by_main(state.backend, find)

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -165,6 +166,7 @@ def test_a_value_given_by_hand_is_never_changed(machine, settings):
         ("v4-128", {"backend.kind": "torch"}, "backend.kind = torch does not drive the TPU v4 chip of v4-128; use xla"),
         ("v4-128", {"backend.strategy": "fsdp"}, "backend.strategy on v4-128: it is driven by xla; leave it out"),
         ("v4-128", {"train.bits": 4, "train.lora": {}, "train.trainable": ["connector"]}, "v4-128 is driven by xla alone"),
+        ("8xa100-80gb", {"backend.xla_devices": 4}, "read by xla, which does not drive 8xa100-80gb; leave them out"),
         ("v4-128", {"backend.xla_devices": 32}, "backend.xla_devices = 32, but v4-128 has 64 chips"),
         ("v4-128", {"train.precision": "fp16"}, "train.precision = fp16: TPU v4 chip"),
         ("8xa100-80gb", {"backend.processes": 16}, "backend.processes = 16, but 8xa100-80gb has 8 devices a host"),
@@ -320,18 +322,41 @@ def test_a_resume_on_a_machine_without_bf16_goes_on_with_the_same_batch_and_says
     assert load_file(f"{result.folder}/config.yaml").train.precision == "bf16", "as it was asked for"
 
 
+def test_the_precision_of_a_rewind_stays_where_a_machine_lacks_the_one_that_was_asked_for(tmp_path, monkeypatch):
+    from mmkit.sharding.backend import create
+    from mmkit.training import run_folder
+
+    tmp_path.joinpath("run").mkdir()
+    run = auto_run(tmp_path / "run")
+    here, there = choose(run, named("a100-80gb")).run, choose(run, named("t4-16gb")).run
+    assert (here.train.precision, there.train.precision) == ("bf16", "fp16")
+    saved = {"guard": {"precision": "fp32"}, "asked_precision": asked(here).train.precision}
+    monkeypatch.setattr(run_folder, "Checkpoint", lambda path: SimpleNamespace(state=saved))
+    backend = create(changed(run, backend__kind="single").backend, "fp32")
+    for each, wanted in ((here, "fp32"), (there, "fp32"), (changed(there, train__precision="tf32"), "tf32")):
+        assert run_folder.precision_in_force(SimpleNamespace(run=each, backend=backend), "step-00000001") == wanted
+
+
+def test_a_job_s_config_that_does_not_fit_names_changes_of_what_was_asked_for():
+    job = choose(load("13b", "finetune"), named("8xa100-80gb")).run
+    ways = changes_that_fit(job, named("2xl4-24gb"))
+    assert [way.what for way in ways] == ["more devices", "GPUs", "a TPU slice"] and all(way.plan.fits for way in ways)
+
+
 def test_workers_of_torchrun_choose_for_as_many_devices_as_there_are_workers(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     run = for_this_machine(load("tiny", "pretrain"))
     assert (run.backend.kind, run.backend.strategy, run.devices, run.train.device_batch) == ("torch", "ddp", 2, 8)
     assert for_this_machine(run) is run, "resolved by the launcher"
+    spread = named("8xa100-80gb").for_workers(16)
+    assert (spread.devices, spread.hosts, spread.devices_per_host) == (16, 2, 8) and named("v4-64").for_workers(8) == named("v4-64")
 
 
 def test_training_in_place_of_an_open_run_says_what_chooses():
     from mmkit.training.loop import train
 
-    with pytest.raises(ConfigError, match="backend.kind = auto is chosen for a machine by"):
+    with pytest.raises(ConfigError, match="no backend 'auto'.*chosen for the machine by `mmkit.launch.launch.launch`"):
         train(load("tiny", "pretrain"))
 
 
