@@ -298,11 +298,14 @@ def _told(run: RunConfig, choice: Choice, name: str, needs: Sequence[str], machi
     elif new.backend.kind == "xla":
         why = f"one program on all {new.devices} chips" if machine.kind == "tpu" else BY_HAND
     elif new.backend.kind == "single":
-        why = "one device" if machine.devices == 1 else "evaluation takes one device"
+        why = "evaluation takes one device" if run.stage == "eval" and machine.devices > 1 else "one device"
     else:
         why = f"{name} is what the preset prefers" if name == own.prefer else f"{name} fits" + "".join(f", {need}" for need in needs)
     used = f"{new.devices} of {machine.devices} devices of {machine.name}"
-    used += "" if new.devices == machine.devices or run.stage == "eval" else f": global_batch is {run.train.global_batch}"
+    if machine.shared:
+        used = f"{new.devices} process{'es' * (new.devices > 1)} on {machine.name}"
+    elif new.devices < machine.devices and run.stage != "eval" and not own.processes:
+        used += f": global_batch is {run.train.global_batch}"
     detail = {"torch": ["backend.strategy"], "deepspeed": ["backend.zero_stage"]}.get(new.backend.kind, [])
     spread = ["backend.xla_devices"] if new.backend.kind == "xla" else ["backend.processes", "backend.nodes"]
     cap, has = run.train.device_batch, machine.device
@@ -318,7 +321,8 @@ def _told(run: RunConfig, choice: Choice, name: str, needs: Sequence[str], machi
         section, _, key = setting.partition(".")
         asked, value = getattr(getattr(run, section), key), getattr(getattr(new, section), key)
         kept = BY_HAND if setting in run.pinned else PRESET
-        rows.append(Chosen(setting=setting, asked=asked, value=value, why=reason if asked != value or setting == "backend.kind" else kept))
+        decided = asked != value or setting == "backend.kind" or (setting in detail and own.kind == "auto" and setting not in run.pinned)
+        rows.append(Chosen(setting=setting, asked=asked, value=value, why=reason if decided else kept))
     run = new.model_copy(update={"chosen": tuple(rows)})
     return Choice(run, dataclasses.replace(choice.plan, run=choice.plan.run.model_copy(update={"chosen": tuple(rows)})))
 
