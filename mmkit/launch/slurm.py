@@ -23,6 +23,7 @@ from mmkit.errors import InputError
 from mmkit.launch.choose import for_machine
 from mmkit.launch.launch import follow
 from mmkit.launch.machine import named
+from mmkit.launch.plan import TooLargeError
 from mmkit.launch.preflight import check_stage
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
@@ -89,7 +90,10 @@ def for_cluster(run: RunConfig, cluster: SlurmConfig) -> RunConfig:
     else:  # its memory is not known: that of this host stands for it
         machine = dataclasses.replace(named("cpu"), devices=tasks, hosts=cluster.nodes)
     choice = for_machine(spread, machine)
-    choice.plan.check()
+    if not choice.plan.fits:
+        guessed = cluster.gpus and "device" not in cluster.model_fields_set
+        told = f"\n  its GPUs:         taken for {cluster.device}; name others by --machine, or --option device=a100-80gb" if guessed else ""
+        raise TooLargeError(choice.plan.message() + told)
     return choice.run
 
 

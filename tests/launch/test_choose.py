@@ -289,6 +289,8 @@ def test_job_files_hold_the_choice_for_their_target(tmp_path):
     with pytest.raises(TooLargeError, match="it fits with"):
         slurm.prepare(run, slurm.SlurmConfig(nodes=1, tasks_per_node=1, device="t4-16gb"), tmp_path / "small")
     assert not (tmp_path / "small").exists()
+    with pytest.raises(TooLargeError, match="taken for a100-40gb; name others by --machine, or --option device="):
+        slurm.prepare(run, slurm.SlurmConfig(nodes=1, tasks_per_node=1), tmp_path / "small")
     with pytest.raises(ConfigError, match="no machine '1x8xa100-90gb'"):
         slurm.prepare(run, slurm.SlurmConfig(nodes=1, tasks_per_node=8, device="a100-90gb"), tmp_path / "small")
 
