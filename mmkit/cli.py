@@ -243,14 +243,14 @@ def _list(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from mmkit.launch.choose import Choice
     from mmkit.launch.machine import machine_of
-    from mmkit.launch.overview import overview
+    from mmkit.launch.overview import ABOUT, overview
     from mmkit.launch.preflight import plan_of
     from mmkit.launch.requirements import beside
     from mmkit.notebook.tables import text
 
     machine = machine_of(options.machine)
     if options.all:
-        print(text(overview([options.model] if options.model else (), options.stage or "finetune", machine)))
+        print(f"{ABOUT}\n{text(overview([options.model] if options.model else (), options.stage or 'finetune', machine))}")
         return 0
     plan = plan_of(run_of(options), machine=machine, samples=options.samples, price=options.price)
     choice = Choice(plan.run, plan)

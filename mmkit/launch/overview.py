@@ -9,7 +9,7 @@ from mmkit.config import ConfigError, RunConfig, load
 from mmkit.launch.choose import BatchError, choose
 from mmkit.launch.counting import count
 from mmkit.launch.machine import Machine, machine_of, named
-from mmkit.launch.plan import Part, size
+from mmkit.launch.plan import GIB, Part
 from mmkit.launch.preflight import stages_of
 from mmkit.presets import presets
 
@@ -18,6 +18,7 @@ MACHINES = (
     "t4-16gb", "l4-24gb", "4xrtx-4090", "8xl40s-48gb", "8xa100-40gb", "8xa100-80gb", "8xh100-80gb", "96x4xa100-40gb",
     "v4-64", "v4-128", "v4-256", "v4-512", "v5e-256", "v6e-64",
 )  # fmt: skip
+ABOUT = "which preset fits which machine: GiB that one device needs, and by which backend"
 DEBUG = "-debug"  # ends the names of the twins that run anywhere
 
 
@@ -35,7 +36,7 @@ def overview(models: Sequence[str] = (), stage: str = "finetune", machine: Machi
         at = stage if stage in has or stage == "eval" or not trains else trains[-1]
         run = load(name, at)
         parts = count(run)
-        row = {"model": name, "stage": at if at == stage else f"{at} (it has no {stage})"}
+        row = {"model": name, "stage": at}
         row["parameters"] = f"{sum(part.parameters for part in parts) / 1e9:.3g} B"
         row["trainable"] = f"{sum(part.trained + part.adapters for part in parts) / 1e9:.3g} B"
         row |= {"here": verdict(run, parts, here)}
@@ -45,13 +46,13 @@ def overview(models: Sequence[str] = (), stage: str = "finetune", machine: Machi
 
 
 def verdict(run: RunConfig, parts: Sequence[Part], machine: Machine) -> str:
-    """What one device of ``machine`` needs for ``run``, chosen for it, and by which machinery; ``no`` where it has less than the least
-    that some choice needs, or cannot meet the global batch."""
+    """What one device of ``machine`` needs for ``run``, chosen for it, in GiB, and by which backend; ``no`` with the least that some
+    choice needs, or with what stands in the way: a global batch that the devices cannot share, no backend for its settings."""
     try:
         choice = choose(run, machine, parts, must_fit=False)
     except BatchError:
-        return f"no: {run.train.global_batch} rows on {machine.devices} devices"
-    except ConfigError as error:
-        return f"no: {str(error).splitlines()[0].partition(';')[0]}"
-    need = size(choice.plan.need.total)
-    return f"{need} {choice.backend}" if choice.plan.fits else f"no: {need}"
+        return "no: batch"
+    except ConfigError:
+        return "no: backend"
+    gib = choice.plan.need.total / GIB
+    return f"{gib:.1f} {choice.backend}" if choice.plan.fits and gib >= 0.1 else f"<0.1 {choice.backend}" if choice.plan.fits else f"no: {gib:.0f}"

@@ -375,9 +375,9 @@ def test_the_table_of_machines_counts_each_preset_once_and_takes_the_choice(monk
     monkeypatch.setattr(choosing, "count", lambda run: built.append(run.preset) or count(run))
     rows = {row["model"]: row for row in overviews.overview(["13b", "ferret-7b-lora", "clip-tiny"], "finetune", named("cpu"))}
     assert counted == ["13b", "ferret-7b-lora", "clip-tiny"] and built == []
-    assert rows["13b"]["8xa100-80gb"] == "47.6 GiB fsdp" and rows["13b"]["v4-128"].endswith(" xla") and rows["13b"]["t4-16gb"].startswith("no: ")
-    assert rows["13b"]["96x4xa100-40gb"].startswith("no: 512 rows on 384 devices")
-    assert rows["clip-tiny"]["stage"].startswith("pretrain")
+    assert rows["13b"]["8xa100-80gb"] == "47.6 fsdp" and rows["13b"]["v4-128"].endswith(" xla") and rows["13b"]["t4-16gb"].startswith("no: ")
+    assert rows["13b"]["96x4xa100-40gb"] == "no: batch"
+    assert rows["clip-tiny"]["stage"] == "pretrain"
 
 
 def test_a_plan_is_the_choice_s(capsys):

@@ -338,10 +338,10 @@ def test_the_command_line_names_a_machine_and_says_what_is_wrong_with_it(capsys)
 def test_the_table_has_a_row_a_preset_and_a_column_a_machine(capsys):
     small, large, clip = overview(["8b-debug", "llava-7b", "clip-vit-l-14"])
     assert {"model", "stage", "parameters", "trainable", "here", *MACHINES} == set(large)
-    assert (small["stage"], clip["stage"]) == ("finetune", "pretrain (it has no finetune)")
+    assert (small["stage"], clip["stage"]) == ("finetune", "pretrain")
     assert large["parameters"] == "7.05 B" and clip["trainable"] == clip["parameters"] == "0.428 B"
     assert large["here"].startswith("no") and not small["here"].startswith("no") and not large["v4-256"].startswith("no")
-    assert large["v4-512"] == "no: 128 rows on 256 devices"
+    assert large["v4-512"] == "no: batch"
     assert cli.main(["plan", "--all", "--model", "tiny", "--machine", "v4-8"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("tiny", "here", *MACHINES))
