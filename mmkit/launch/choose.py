@@ -241,9 +241,9 @@ def _spread(run: RunConfig, machine: Machine, kind: str) -> dict[str, Any]:
         return {"backend.xla_devices": own.xla_devices or every}  # one program, whichever number of hosts run it
     if kind == "single" or run.stage == "eval":
         return {"backend.processes": own.processes or 1, "backend.nodes": own.nodes or 1}
-    for name, asked, there in (("processes", own.processes, n), ("nodes", own.nodes, machine.hosts)):
-        if asked and asked > there and machine.kind != "cpu":
-            raise ConfigError(f"backend.{name} = {asked}, but {machine.name} has {there}{' devices a host' if name == 'processes' else ''}")
+    for name, wanted, there in (("processes", own.processes, n), ("nodes", own.nodes, machine.hosts)):
+        if wanted and wanted > there and machine.kind != "cpu":
+            raise ConfigError(f"backend.{name} = {wanted}, but {machine.name} has {there}{' devices a host' if name == 'processes' else ''}")
     nodes, rows = own.nodes or machine.hosts, run.train.global_batch
     if "train.device_batch" in run.pinned:
         rows //= run.train.device_batch
