@@ -254,18 +254,20 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from mmkit.launch.choose import Choice
     from mmkit.launch.machine import machine_of
-    from mmkit.launch.overview import overview
+    from mmkit.launch.overview import ABOUT, overview
     from mmkit.launch.preflight import plan_of
     from mmkit.launch.requirements import beside
     from mmkit.notebook.tables import text
 
     machine = machine_of(options.machine)
     if options.all:
-        print(text(overview([options.model] if options.model else (), options.stage or "finetune", machine)))
+        print(f"{ABOUT}\n{text(overview([options.model] if options.model else (), options.stage or 'finetune', machine))}")
         return 0
     plan = plan_of(run_of(options), machine=machine, samples=options.samples, price=options.price)
-    print(f"{plan}\n\n{beside(plan)}")
+    choice = Choice(plan.run, plan)
+    print(f"{choice}\n{plan}\n\nchosen for the machine\n{text(choice.rows)}\n\n{beside(plan)}")
     return 0
 
 
@@ -297,7 +299,7 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     print(report.at_start(), end="")
     with Progress(report.steps, live=False) as progress:
-        result = launch(run, on_log=progress)
+        result = launch(report.run, on_log=progress)
     print(result)
     return 0
 

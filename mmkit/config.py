@@ -20,7 +20,7 @@ from mmkit.errors import ConfigError
 from mmkit.presets import PARAMS as PARAMS
 from mmkit.presets import merge, origin, preset_tree, read_mapping
 from mmkit.presets import presets as presets
-from mmkit.values import example, explain, hint, kinds_of, nearest, parsed, yaml_lines
+from mmkit.values import example, explain, hint, kinds_at, kinds_of, nearest, parsed, yaml_lines
 
 Stage = Literal["pretrain", "finetune", "eval"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -300,16 +300,31 @@ class TrainConfig(Settings):
 class BackendConfig(Settings):
     """Which machinery runs the same training (sharding/backend.py)."""
 
-    kind: Literal["single", "torch", "deepspeed", "xla"] = "single"  # the machinery; --backend has short names
+    kind: Literal["auto", "single", "torch", "deepspeed", "xla"] = "single"  # --backend has short names; auto = chosen for the machine
+    prefer: Literal["ddp", "fsdp", "zero0", "zero1", "zero2", "zero3", "xla"] | None = None  # auto takes it where it fits
     strategy: Literal["ddp", "fsdp"] = "ddp"  # of torch
     static_graph: bool = False  # ddp: every step uses the same parameters in the same way, so their order is learned once
     zero_stage: Annotated[Literal[0, 1, 2, 3], Digits] = 2  # of deepspeed
     offload: bool = False  # optimizer and, in ZeRO-3, parameters on the CPU
     deepspeed_config: str | None = None  # a user's DeepSpeed file; "auto" is filled in
-    processes: int = Field(1, ge=1)  # on each machine, one a device
-    nodes: int = Field(1, ge=1)  # machines
+    processes: int | None = Field(None, ge=1)  # on each machine, one a device; None = chosen for the machine
+    nodes: int | None = Field(None, ge=1)  # machines; None = chosen
     xla_devices: int | None = Field(None, gt=0)  # of all hosts of the mesh; None = 1. Virtual ones of the CPU, unless PJRT_DEVICE says TPU
     fsdp_axis: int | None = Field(None, gt=0)  # xla mesh is (data, fsdp) with this fsdp size; None = all devices
+
+    @property
+    def world(self) -> int:
+        """Processes of all machines."""
+        return (self.processes or 1) * (self.nodes or 1)
+
+
+class Chosen(Settings):
+    """One decision of `mmkit.launch.choose`."""
+
+    setting: str  # its full name
+    asked: Any  # the value before, which config.yaml keeps
+    value: Any  # the value on the machine
+    why: str  # in one line
 
 
 class EvalConfig(Settings):
@@ -338,6 +353,8 @@ class RunConfig(Settings):
     backend: BackendConfig = BackendConfig()  # on what machinery
     evaluation: EvalConfig = EvalConfig()  # what is scored
     intended_for: str = "one CPU"  # the accelerators the published run used, for messages
+    pinned: tuple[str, ...] = ()  # settings that are not chosen for a machine; those given by name are added
+    chosen: tuple[Chosen, ...] = ()  # what was chosen for a machine, and why
 
     @property
     def folder(self) -> str:
@@ -358,7 +375,14 @@ class RunConfig(Settings):
     @property
     def devices(self) -> int:
         """Devices that share one step. Those of xla are known by name only: a config says the same on every machine."""
-        return (self.backend.xla_devices or 1) if self.backend.kind == "xla" else self.backend.processes * self.backend.nodes
+        assert self.backend.kind != "auto", "backend auto has no devices until `mmkit.launch.choose` has chosen them for a machine"
+        return (self.backend.xla_devices or 1) if self.backend.kind == "xla" else self.backend.world
+
+    @property
+    def resolved(self) -> bool:
+        """Whether nothing is left to be chosen for a machine."""
+        kind, spread = self.backend.kind, self.backend.processes is not None
+        return bool(self.chosen) or kind in ("single", "xla") or (kind != "auto" and spread)
 
 
 # ---------------------------------------------------------------- text -> RunConfig, in this one place
@@ -379,6 +403,7 @@ def load(model: str = "tiny", stage: str = "pretrain", overrides: dict[str, Any]
         raise ConfigError(f"{origin(str(model))}: no stage {min(unknown)!r}{nearest(min(unknown), STAGES)}")
     tree = merge(tree, stages.get(stage) or {}) | {"preset": str(model), "stage": stage}
     paths = [_assign(tree, name, value, source) for name, value in (overrides or {}).items()]
+    _pin(tree, paths)
     run = _validate(tree, origin(str(model)) + (f" with {source}" if overrides else ""))
     rules.check_read(run, paths, source)
     return run
@@ -401,10 +426,26 @@ def changed(run: RunConfig, source: str = "", /, **values: Any) -> RunConfig:
     """
     tree, told = run.model_dump(mode="json"), source or "code"
     paths = [_assign(tree, name.replace("__", "."), value, told) for name, value in values.items()]
+    _pin(tree, paths)
     new = _validate(tree, told)
     if source:
         rules.check_read(new, paths, source)
     return new
+
+
+def asked(run: RunConfig) -> RunConfig:
+    """The run as it was asked for, before `mmkit.launch.choose` resolved it for a machine."""
+    tree = run.model_dump(mode="json")
+    for row in tree.pop("chosen"):
+        _assign(tree, row["setting"], row["asked"], "code")
+    return _validate(tree, "code")
+
+
+def _pin(tree: dict[str, Any], paths: list[tuple[str, ...]]) -> None:
+    """Settings given by name are final: none of them is chosen for a machine, and none is put back by `asked`."""
+    own = [name for name in rules.CHOOSABLE if any(f"{name}.".startswith(f"{'.'.join(path)}.") for path in paths)]
+    tree["pinned"] = sorted({*tree.get("pinned", ()), *own})
+    tree["chosen"] = [row for row in tree.get("chosen", ()) if row["setting"] not in own]
 
 
 def setting_path(name: str, source: str = "overrides") -> tuple[str, ...]:
@@ -449,29 +490,13 @@ def _listed(annotation: Any) -> list[type[Settings]]:
     return [kind for one in inner for kind in one if isinstance(kind, type) and issubclass(kind, Settings)]
 
 
-def _kinds_at(path: typing.Iterable[Any]) -> list[Any]:
-    """The types of what stands at ``path`` of a run: names, places in lists, keys of free mappings."""
-    kinds: list[Any] = [RunConfig]
-    for part in path:
-        inner: list[Any] = []
-        for kind in kinds:
-            if isinstance(kind, type) and issubclass(kind, Settings):
-                inner += kinds_of(kind.model_fields[part].annotation) if part in kind.model_fields else []
-            elif typing.get_origin(kind) in (tuple, dict):
-                inner += kinds_of([each for each in typing.get_args(kind) if each is not ...][-1])
-            elif kind is Any:
-                inner.append(Any)
-        kinds = inner
-    return kinds
-
-
 def _assign(tree: dict, name: str, value: Any, source: str) -> tuple[str, ...]:
     """Puts a value, or text as the setting's type reads it, at the setting's path, which is returned."""
     path = setting_path(name, source)
     for key in path[:-1]:
         tree[key] = dict(tree.get(key) or {})
         tree = tree[key]
-    tree[path[-1]] = parsed(value, _kinds_at(path), f"{name} (from {source})")
+    tree[path[-1]] = parsed(value, kinds_at(RunConfig, path), f"{name} (from {source})")
     return path
 
 
@@ -488,7 +513,7 @@ def _explain(problem: dict, source: str) -> str:
     loc = [part for part in problem["loc"] if part not in ("vlm", "clip", "[key]")]
     path, name = ".".join(map(str, loc)), str(loc[-1]) if loc else ""
     if problem["type"] == "extra_forbidden":
-        section = [field for kind in _kinds_at(loc[:-1]) if hasattr(kind, "model_fields") for field in kind.model_fields]
+        section = [field for kind in kinds_at(RunConfig, loc[:-1]) if hasattr(kind, "model_fields") for field in kind.model_fields]
         return f"no setting {path!r} (from {source}){hint(name, section if section else setting_names())}"
     shown = "" if isinstance(problem["input"], dict) else f" = {problem['input']!r}"
-    return f"{path or 'run'}{shown} (from {source}): {explain(problem, _kinds_at(loc), name)}"
+    return f"{path or 'run'}{shown} (from {source}): {explain(problem, kinds_at(RunConfig, loc), name)}"

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from mmkit.config import RunConfig, VlmConfig
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")  # a folder of its own on any disk and in any bucket
+CHOOSABLE = (  # settings that are chosen for a machine unless given by name
+    "backend.kind", "backend.strategy", "backend.zero_stage", "backend.processes", "backend.nodes", "backend.xla_devices", "backend.offload",
+    "train.precision", "train.device_batch", "train.checkpoint_blocks",
+)  # fmt: skip
 READ_WITH: dict[str, dict[str, str]] = {  # a setting that only some runs read -> what these have beside it
     "strategy": {"kind": "torch"}, "static_graph": {"kind": "torch", "strategy": "ddp"}, "zero_stage": {"kind": "deepspeed"},
     "cooldown": {"schedule": "const-cooldown"}, "rewind_precision": {"action": "rewind"}, "rewind_lr_factor": {"action": "rewind"},
@@ -41,7 +45,7 @@ def check(run: RunConfig, source: str) -> None:
             f"evaluation.max_new_tokens = {run.evaluation.max_new_tokens} (from {source}): {run.preset!r} is contrastive and generates no "
             "text; leave it out"
         )
-    _ = run.accumulation if run.stage != "eval" else 1
+    _ = run.accumulation if run.stage != "eval" and run.resolved else 1
 
 
 def check_name(setting: str, name: str, source: str) -> None:
@@ -77,5 +81,6 @@ def check_read(run: RunConfig, paths: Iterable[tuple[str, ...]], source: str) ->
     for *above, name in (path for path in paths if path[-1] in READ_WITH):
         section, needs = functools.reduce(getattr, above, run), READ_WITH[name]
         value, has = getattr(section, name), {key: getattr(section, key) for key in needs}
-        if has != needs and value != type(section).model_fields[name].default:
+        could = has | {"kind": needs.get("kind")} if has.get("kind") == "auto" else has  # chosen among those that read it
+        if could != needs and value != type(section).model_fields[name].default:
             raise ConfigError(f"{'.'.join((*above, name))} = {value!r} (from {source}) is read with {needs} only, not {has}; leave it out")

@@ -96,6 +96,22 @@ def kinds_of(annotation: Any) -> list[Any]:
     return kinds_of(typing.get_args(annotation)[0]) if typing.get_origin(annotation) is Annotated else [annotation]
 
 
+def kinds_at(root: type[BaseModel], path: Iterable[Any]) -> list[Any]:
+    """The types of what stands at ``path`` of a ``root``: names, places in lists, keys of free mappings."""
+    kinds: list[Any] = [root]
+    for part in path:
+        inner: list[Any] = []
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                inner += kinds_of(kind.model_fields[part].annotation) if part in kind.model_fields else []
+            elif typing.get_origin(kind) in (tuple, dict):
+                inner += kinds_of([each for each in typing.get_args(kind) if each is not ...][-1])
+            elif kind is Any:
+                inner.append(Any)
+        kinds = inner
+    return kinds
+
+
 def parsed(value: Any, kinds: Sequence[Any], source: str) -> Any:
     """``value``, where it is text, as one of ``kinds`` would have it; what pydantic converts by itself stays text."""
     if not isinstance(value, str):

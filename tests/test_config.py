@@ -52,7 +52,8 @@ FERRET_FOLDERS = {  # of apple/ml-ferret experiments/ferret_7b_train.sh: images 
 @pytest.mark.parametrize("name", ["ferret-7b", "ferret-13b"])
 def test_ferret_presets_say_what_the_published_scripts_say(name):
     first, second = load(name, "pretrain"), load(name, "finetune")
-    assert (first.train.optimizer.lr, first.train.global_batch, first.accumulation) == (2e-3, 128, 1), "LLaVA v1's projector"
+    assert (first.train.optimizer.lr, first.train.global_batch, first.train.device_batch) == (2e-3, 128, 16), "LLaVA v1's projector"
+    assert first.backend.prefer == second.backend.prefer == "zero3"
     assert (second.train.optimizer.lr, second.train.global_batch, second.train.device_batch, second.train.epochs) == (2e-5, 128, 16, 3)
     assert (second.train.optimizer.warmup, second.train.checkpoint.save_every, second.train.checkpoint.keep_last) == (0.03, 1500, 3)
     assert second.data.workers == 8 and second.data.max_length == 2048
@@ -65,9 +66,9 @@ def test_adapter_presets_of_ferret(name, bits):
     run = load(name, "finetune")
     train, lora = run.train, run.train.lora
     assert (lora.rank, lora.alpha, lora.dropout, train.bits) == (16, 16, 0.05, bits)
-    assert (run.devices, train.device_batch, run.accumulation, train.global_batch) == (4, 2, 8, 64)
+    assert (train.device_batch, train.global_batch) == (2, 64)
     assert (train.optimizer.lr, train.optimizer.warmup, train.epochs, train.checkpoint_blocks) == (2e-5, 0.03, 3, True)
-    assert (run.backend.kind, run.backend.zero_stage) == ("deepspeed", 2) and run.model.language.source == "lmsys/vicuna-7b-v1.5"
+    assert (run.backend.kind, run.backend.prefer) == ("auto", "zero2") and run.model.language.source == "lmsys/vicuna-7b-v1.5"
     assert train.trainable == ("connector", "regions") and load(name, "pretrain").train.bits == 16
 
 
@@ -126,6 +127,9 @@ def test_text_is_converted_by_the_fields_type(name, value, want):
     assert got == want and type(got) is type(want)
 
 
+EIGHT = {"backend.kind": "deepspeed", "backend.processes": 8}
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -153,7 +157,7 @@ def test_text_is_converted_by_the_fields_type(name, value, want):
         ({"images": "pics"}, ["no setting 'images'", "entries of data.sources have it", "as [{name: NAME, format: llava"]),
         ({"resume": "latest"}, ["resume = 'latest'", "write auto"]),
         ({"kind": "sva"}, ["ambiguous", "model.connector.kind"]),
-        ({"global_batch": 100}, ["global_batch 100", "device_batch 16", "use 128 or 256"]),
+        ({"global_batch": 100, **EIGHT}, ["global_batch 100", "device_batch 16", "use 128 or 256"]),
         ({"template": None}, ["template"]),
         ({"model.connector.dept": 3}, ["no setting 'model.connector.dept'"]),
         ({"trainable": "[vision]"}, ["train.trainable", "'vision'"]),
@@ -163,7 +167,7 @@ def test_text_is_converted_by_the_fields_type(name, value, want):
         ({"eps": -1e-8}, ["train.optimizer.eps = -1e-08", "greater than or equal to 0"]),
         ({"cooldown": 0.2}, ["train.optimizer.cooldown = 0.2", "'const-cooldown'", "'cosine'", "the command line", "leave it out"]),
         ({"rewind_precision": "fp32"}, ["train.stability.rewind_precision = 'fp32'", "'rewind'", "'stop'"]),
-        ({"strategy": "fsdp"}, ["backend.strategy = 'fsdp'", "'torch'", "'deepspeed'"]),
+        ({"strategy": "fsdp", **EIGHT}, ["backend.strategy = 'fsdp'", "'torch'", "'deepspeed'"]),
         ({"backend.kind": "torch", "zero_stage": 3}, ["backend.zero_stage = 3", "'deepspeed'", "'torch'"]),
         ({"backend.kind": "torch", "strategy": "fsdp", "static_graph": True}, ["backend.static_graph = True", "'ddp'", "'fsdp'"]),
     ],
@@ -176,17 +180,17 @@ def test_wrong_overrides_are_refused_with_field_value_source_and_remedy(override
 
 
 def test_what_a_preset_or_a_saved_config_says_of_another_backend_may_lie_idle(tmp_path):
-    run = load("ferret-7b", "finetune", {"backend.kind": "torch", "strategy": "ddp"})  # the preset's zero_stage is 3
+    run = load("ferret-7b", "finetune", {"backend.kind": "torch", "strategy": "ddp"})  # the preset prefers zero3
     path = tmp_path / "config.yaml"
     path.write_text(config.to_yaml(run), encoding="utf8")
-    assert config.load_file(path) == run and run.backend.zero_stage == 3
+    assert config.load_file(path) == run and run.backend.prefer == "zero3"
     assert config.changed(load("clip-vit-l-14-debug"), train__stability__action="stop").train.stability.rewind_precision == "fp32"
 
 
 def test_devices_of_xla_are_those_that_are_named():
-    run = load("8b", "finetune", {"xla_devices": 16})
+    run = load("8b", "finetune", {"backend.kind": "xla", "xla_devices": 16})
     assert (run.devices, run.accumulation) == (16, 4)
-    assert load("8b", "finetune").devices == 1
+    assert load("8b", "finetune", {"backend.kind": "xla"}).devices == 1
 
 
 def test_unknown_model_and_stage_name_the_nearest():
@@ -206,7 +210,7 @@ def test_settings_that_do_not_fit_together_are_refused():
 
 
 def test_a_batch_that_does_not_divide_names_batches_and_device_batches_that_do():
-    wrong = {"global_batch": 128, "device_batch": 256}
+    wrong = {"global_batch": 128, "device_batch": 256, "backend.kind": "single"}
     with pytest.raises(ConfigError, match="use 256 or 512, or device_batch 128, or device_batch 64"):
         load("clip-tiny", "pretrain", wrong)
     for fits in ({"global_batch": 256}, {"device_batch": 128}, {"device_batch": 64}):
@@ -289,7 +293,7 @@ def test_mmkit_params_names_one_more_folder_and_hides_nothing(own, tmp_path, mon
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "mine.yaml").write_text("base: 13b-debug\n")
     monkeypatch.setenv("MMKIT_PARAMS", str(tmp_path / "more"))
-    assert load("mine").model == load("13b-debug").model and load("ferret-7b").backend.processes == 8
+    assert load("mine").model == load("13b-debug").model and load("ferret-7b").backend.prefer == "zero3"
     monkeypatch.setenv("MMKIT_PARAMS", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="MMKIT_PARAMS = .*none' is no folder"):
         load("tiny")

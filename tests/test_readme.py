@@ -11,6 +11,9 @@ import pytest
 
 from mmkit import config
 from mmkit.cli import build_parser
+from mmkit.launch.choose import choose
+from mmkit.launch.machine import GIB, named
+from mmkit.run_options import run_of
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf8"), re.DOTALL)
@@ -22,6 +25,27 @@ def test_mmkit_commands_parse_and_name_real_presets(words):
     options = build_parser().parse_args(words[1:])
     if getattr(options, "model", None):
         assert options.model in config.presets()
+
+
+SYSTEMS = re.findall(
+    r"^\| `([\w-]+)` (\w+) \| `(\S+)` \| `mmkit (.*?)`.*\| ([\d.]+) GiB of ([\d.]+) \| (\d+) x (\d+) x (\d+) \|$",
+    (ROOT / "README.md").read_text(encoding="utf8"), re.MULTILINE,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", SYSTEMS, ids=lambda row: f"{row[0]} on {row[2]}")
+def test_published_systems_need_what_their_row_says(row):
+    model, stage, machine, command, need, has, *batch = row
+    options = build_parser().parse_args(shlex.split(command))
+    assert (options.model, options.stage) == (model, stage) and options.machine in (None, machine)
+    choice = choose(run_of(options), named(machine))
+    assert (f"{choice.plan.need.total / GIB:.1f}", round(choice.plan.has / GIB, 1)) == (need, float(has))
+    assert [choice.run.train.device_batch, choice.run.devices, choice.run.accumulation] == list(map(int, batch))
+
+
+def test_every_published_preset_has_a_row():
+    large = {name for name in config.presets() if "debug" not in name} - {"tiny", "clip-tiny", "clip-scratch"}
+    assert {row[0] for row in SYSTEMS} == large
 
 
 @pytest.mark.parametrize("words", [c for c in COMMANDS if c[0] == "make"], ids=" ".join)

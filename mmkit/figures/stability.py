@@ -24,7 +24,8 @@ def stability_story(run: RunConfig, steps: int) -> Drawn | None:
         return None
     own = run.model.kind == "clip"
     preset, layer, settings = (run.preset, "", {"train.stability.threshold": 6}) if own else (PRESET, LAYER, SETTINGS)
-    told = load(preset, "pretrain", settings | {"root": run.root, "name": "story", "seed": run.seed, "train.steps": steps})
+    here = {"root": run.root, "name": "story", "seed": run.seed, "train.steps": steps, "backend.kind": "single"}  # all in this process
+    told = load(preset, "pretrain", settings | here)
     return drawn(rehearse(told, at_step=3 * steps // 5, gain=GAIN, layer=layer, clipped=CLIPPED))
 
 

@@ -113,14 +113,34 @@ def launch(run: RunConfig, on_log: Callable[[Record], None] | None = None) -> La
     if run.dry_run:
         return _left_by(run, started, [], stopped=False)
     before = read_metrics(run.folder)
-    command = child_command(run)
+    here = for_this_machine(run)
+    command = child_command(here)
     if command is None:
         end_with(int(os.environ.get(WORKER, "1")))
-        stopped = _train_here(run, on_log)
+        stopped = _train_here(here, on_log)
     else:
-        _refuse_held_devices(run)
-        stopped = _watch_child(run, command, on_log)
+        _refuse_held_devices(here)
+        stopped = _watch_child(here, command, on_log)
     return _left_by(run, started, before, stopped)
+
+
+def for_this_machine(run: RunConfig) -> RunConfig:
+    """``run`` resolved for the machine found here; a worker's stays as its launcher resolved it.
+
+    Workers that torchrun or srun started on a run which leaves something open choose for as many devices as there are workers:
+    each finds the same machine, so all choose the same.
+    """
+    from mmkit.launch.choose import for_machine
+    from mmkit.launch.machine import check_is_here, machine_of
+    from mmkit.sharding.environment import started_by
+
+    if is_worker() and run.resolved:
+        return run
+    machine, world = machine_of(), started_by(os.environ)[1]
+    check_is_here(machine)
+    choice = for_machine(run, machine.for_workers(world, int(os.environ.get("LOCAL_WORLD_SIZE") or 0)))
+    choice.plan.check()
+    return choice.run
 
 
 def is_worker() -> bool:
@@ -139,13 +159,13 @@ def child_command(run: RunConfig) -> list[str] | None:
     backend = run.backend
     if is_worker():
         return None
-    if backend.nodes > 1:
+    if (backend.nodes or 1) > 1:
         raise ConfigError(
             f"backend.nodes = {backend.nodes}: several machines are started by their scheduler; use `mmkit launch --target slurm` or "
-            "`--target tpu`, or run torchrun on each machine with `-m mmkit train --config FILE`"
+            "`--target tpu`, or run torchrun on each machine with `-m mmkit train --config FILE`; backend.nodes=1 uses this one alone"
         )
     train = ["-m", "mmkit", "train"]
-    if backend.processes > 1:
+    if (backend.processes or 1) > 1:
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={backend.processes}", *train]
     return [sys.executable, *train] if child_environment(run) else None
 

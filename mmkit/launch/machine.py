@@ -73,6 +73,13 @@ class Machine:
         hosts = max(min(self.hosts, -(-devices // self.devices_per_host)), 1)
         return dataclasses.replace(self, devices=devices, hosts=hosts)
 
+    def for_workers(self, world: int, each: int = 0) -> Machine:
+        """The same machine for ``world`` processes that a scheduler started, ``each`` on a host (0: one a device): a device for
+        each, but on a TPU, where a process drives its host's chips."""
+        if world < 2 or self.kind == "tpu":
+            return self
+        return dataclasses.replace(self, devices=world, hosts=max(world // (each or min(world, self.devices_per_host)), 1))
+
 
 # ---------------------------------------------------------------- the table
 
@@ -242,7 +249,7 @@ def job_options(machine: Machine, target: str) -> dict[str, str]:
     if target == "tpu":
         family, size = machine.name.split("-")
         return {"accelerator": f"{next((ours for ours, own in SPELT.items() if own == family), family)}-{size}"}
-    gpus = {"gpus_per_node": "0"} if machine.kind == "cpu" else {}
+    gpus = {"gpus_per_node": "0"} if machine.kind == "cpu" else {"device": re.sub(r"^(\d+x)+", "", machine.name)}
     return {"nodes": str(machine.hosts), "tasks_per_node": str(machine.devices_per_host)} | gpus
 
 

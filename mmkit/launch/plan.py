@@ -276,6 +276,7 @@ class Plan:
     needs: tuple[Need, ...]
     samples: int | None = None
     row: Row | None = None  # as found in the data; None = one sample, padded to data.max_length
+    ways: tuple[str, ...] = ()  # of a run that does not fit: changes that do (`choose.changes_that_fit`)
 
     @property
     def need(self) -> Need:
@@ -286,12 +287,20 @@ class Plan:
     @property
     def has(self) -> float:
         """Bytes one device may use."""
-        return self.machine.memory / (self.machine.devices if self.machine.shared else 1)
+        return self.machine.memory / (self.machine.devices_per_host if self.machine.shared else 1)
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits, with a twentieth kept free."""
-        return self.need.total <= self.has * 0.95
+        """Whether the run fits, with a twentieth kept free, on devices and, where state is offloaded, on hosts."""
+        own = self.host_need / self.machine.devices_per_host if self.machine.shared else 0.0  # a CPU offloads to its own memory
+        return self.need.total + own <= self.has * 0.95 and self.host_need <= self.machine.host_memory * 0.95
+
+    @property
+    def host_need(self) -> float:
+        """Bytes of a host's memory that offloaded state takes: trained weights and both moments in fp32, cut over all devices."""
+        trained = sum(part.trained + part.adapters for part in self.parts)
+        offloaded = self.run.backend.offload and self.run.stage != "eval"
+        return trained * (4 + ADAM_BYTES[self.run.train.optimizer.kind]) / self.machine.hosts if offloaded else 0.0
 
     @property
     def steps(self) -> int | None:
@@ -329,7 +338,7 @@ class Plan:
         if precision not in machine.peak:
             return 0.0, f"{machine.device} does not compute in {precision}: it has {', '.join(machine.peak)}"
         if machine.measured and not machine.peak[precision]:
-            found = machine.measured(precision) / (machine.devices if machine.shared else 1)
+            found = machine.measured(precision) / (machine.devices_per_host if machine.shared else 1)
             if not found:
                 return 0.0, f"a matrix product in {precision} could not be tried here"
             told = f"{HERE_FRACTION:.0%} of the {found / 1e9:,.0f} GFLOP/s of a {precision} product measured here"
@@ -360,21 +369,25 @@ class Plan:
             raise TooLargeError(self.message())
 
     def message(self) -> str:
-        """What it needs, what the machine has, and two ways on."""
+        """What it needs, what the machine has, and the ways on."""
         need, run = self.need, self.run
         named = ("weights", "activations") if run.stage == "eval" else ("weights", "gradients", "optimizer", "activations")
         kinds = ", ".join(f"{name} {size(getattr(need, name))}" for name in named)
         verdict = "fits" if self.fits else "does not fit"
-        shared = f" shared by {self.machine.devices} processes" if self.machine.shared and self.machine.devices > 1 else " a device"
+        several = self.machine.shared and self.machine.devices_per_host > 1
+        shared = f" shared by {self.machine.devices_per_host} processes" if several else " a device"
         lines = [
             f"{run.preset}/{run.stage} {verdict} this machine.",
             f"  it needs:         {size(need.total)} a device ({kinds})",
             f"  this machine has: {size(self.machine.memory)}{shared} ({self.machine.name})",
         ]
+        if self.host_need:
+            lines.append(f"  offloaded:        {size(self.host_need)} a host, which has {size(self.machine.host_memory)}")
         if not self.fits:
+            lines += [f"  it fits with      {way}" for way in self.ways]
             lines += [
-                "  two ways on:      build and check the whole model here without weights: -p dry_run True (command line: --dry-run)",
-                f"                    or run it where it is meant to run: {run.intended_for} (mmkit launch --target slurm or tpu)",
+                "  or look at it:    build and check the whole model here without weights: -p dry_run True (command line: --dry-run)",
+                f"  it is meant for:  {run.intended_for} (mmkit launch --target slurm or tpu)",
             ]
         return "\n".join(lines)
 

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmkit.config import STAGES, ConfigError, DataConfig, RunConfig, SourceConfig
+from mmkit.launch.choose import Choice, for_machine
+from mmkit.launch.counting import build_meta
 from mmkit.launch.machine import Machine, check_is_here, machine_of
-from mmkit.launch.plan import Part, Plan, Row, count_parts, make_plan
+from mmkit.launch.plan import Plan, Row
 from mmkit.notebook.tables import html, text
 from mmkit.presets import preset_tree, presets
 
@@ -28,13 +30,18 @@ TRAINING, VALIDATION = "training", "validation"
 class Preflight:
     """What was found before the start."""
 
-    run: RunConfig
+    choice: Choice
     plan: Plan
     sources: tuple[dict[str, Any], ...] = ()  # one row a data source
     adapters: tuple[dict[str, Any], ...] = ()  # one row a kind of layer that gets an adapter
     shapes: tuple[dict[str, Any], ...] = ()  # of a dry run: what one micro-batch looks like on its way through the model
     missing: tuple[Requirement, ...] = ()  # weights and data that are not here
     disk: tuple[dict[str, Any], ...] = ()  # one row a thing that the run writes or fetches
+
+    @property
+    def run(self) -> RunConfig:
+        """The run as it was resolved for the machine."""
+        return self.choice.run
 
     @property
     def steps(self) -> int:
@@ -46,7 +53,8 @@ class Preflight:
         return self.plan.rows()
 
     def _tables(self) -> list[tuple[str, list[dict[str, Any]]]]:
-        found = {"parameters and memory of one device": self.rows(), "adapters": self.adapters, "data": self.sources, "shapes": self.shapes}
+        found = {"chosen for the machine": self.choice.rows}
+        found |= {"parameters and memory of one device": self.rows(), "adapters": self.adapters, "data": self.sources, "shapes": self.shapes}
         found |= {"missing here": [need.row() for need in self.missing], "disk": self.disk}
         return [(caption, list(rows)) for caption, rows in found.items() if rows]
 
@@ -55,7 +63,7 @@ class Preflight:
         from mmkit.launch.requirements import told
         from mmkit.notebook.tables import text
 
-        tables = (told(self.missing), self.adapters and f"adapters\n{text(self.adapters)}")
+        tables = (str(self.choice), told(self.missing), self.adapters and f"adapters\n{text(self.adapters)}")
         return "".join(f"{table}\n" for table in tables if table)
 
     def _repr_html_(self) -> str:
@@ -89,9 +97,10 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
         assemble.check(run)
         validation.check(run, tasks=run.model.kind == "clip")
         same_run.check_same_run(run)
+    choice = for_machine(run, machine)
+    run, plan = choice.run, choice.plan
     module = build_meta(run)
     adapters = weights.check_scope(module, run.train, weights.model_file(run).COMPONENTS) if trains else ()
-    plan = make_plan(spelt_out(run), count(run, module), _machine_for(run, machine))
     if not run.dry_run:
         plan.check()
     check_start(run)
@@ -105,7 +114,7 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     if not run.dry_run:
         check_disk(plan)
     shapes = check_shapes(run, module) if run.dry_run and run.model.kind == "vlm" else ()
-    return Preflight(run, plan, tuple(sources), tuple(adapters), tuple(shapes), needs, tuple(disk_rows(plan, needs)))
+    return Preflight(choice, plan, tuple(sources), tuple(adapters), tuple(shapes), needs, tuple(disk_rows(plan, needs)))
 
 
 def check_start(run: RunConfig) -> None:
@@ -131,27 +140,18 @@ def plan_of(
     samples: int | None = None,
     price: float | None = None,
 ) -> Plan:
-    """The plan of a run on ``machine``, or where none is given on this one. Data that is not here yet is not made. ConfigError for a
-    stage that the preset does not have, names of what the model lacks, or what could not be exported."""
+    """The plan of a run, as chosen for ``machine`` or, where none is given, for this one. Data that is not here yet is not made.
+
+    ConfigError for a stage that the preset does not have, names of what the model lacks, what could not be exported, and as `choose`
+    raises it.
+    """
     from mmkit.training.weights import check_exportable
 
     check_stage(run)
     check_exportable(run)
-    machine = dataclasses.replace(_machine_for(run, machine), price=price)
-    return make_plan(spelt_out(run), count(run), machine, samples, row_of(run) if _data_is_here(run) else None)
-
-
-def _machine_for(run: RunConfig, machine: Machine | None) -> Machine:
-    """The part of ``machine`` (None: that of MMKIT_MACHINE, else this one) which the run spreads over; all of a named one."""
-    machine = machine or machine_of()
-    return machine if machine.named else machine.using(run.devices)
-
-
-def spelt_out(run: RunConfig) -> RunConfig:
-    """The run with a contrastive model's architecture written out, which names like ViT-B-32 stand for."""
-    from mmkit.models import clip
-
-    return run.model_copy(update={"model": clip.resolved(run.model)}) if run.model.kind == "clip" else run
+    choice = for_machine(run, dataclasses.replace(machine or machine_of(), price=price))
+    row = row_of(choice.run) if _data_is_here(run) else None
+    return dataclasses.replace(choice.plan, samples=samples, row=row)
 
 
 def stages_of(preset: str) -> tuple[str, ...]:
@@ -164,34 +164,6 @@ def check_stage(run: RunConfig) -> None:
     has = stages_of(run.preset)
     if run.stage != "eval" and run.stage not in has:
         raise ConfigError(f"model {run.preset!r} has no stage {run.stage!r}; its stages are {', '.join(has)}: take one of them")
-
-
-def build_meta(run: RunConfig) -> Any:
-    """The full-size model of ``run`` without memory for its weights; nothing is downloaded."""
-    from mmkit.models.build import build
-
-    return build(run.model, device="meta", weights=False)
-
-
-def count(run: RunConfig, module: Any = None) -> tuple[Part, ...]:
-    """Parameters by component of the full-size model of ``run``, and what trains of them: found by training's own rules."""
-    from mmkit.training import adapters, weights
-    from mmkit.training.optim import component_of
-
-    module = module or build_meta(run)
-    components, train = weights.model_file(run).COMPONENTS, run.train
-    if run.stage == "eval":
-        return count_parts(module, components)
-    locks = run.model.kind == "clip"  # a locked tower stays locked
-    named = list(module.named_parameters(remove_duplicate=False))
-    trained = {name for name, p in named if p.requires_grad or not locks}
-    trained = {name for name in trained if component_of(name, components) in train.trainable}
-    layers: list[str] = []
-    if train.lora:
-        layers = adapters.targets_of(module, train.lora, components, getattr(module, "head", None))
-        whole = tuple(f"{name}." for name in adapters.modules_to_save(module, train.lora.modules_to_save, layers))
-        trained |= {name for name, _ in named if name.startswith(whole)}
-    return count_parts(module, components, trained, set(layers), train.lora)
 
 
 def check_shapes(run: RunConfig, module: Any) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ signals the batch shell, which passes SIGUSR1 on: training finishes its step, sa
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import subprocess
 import sys
@@ -19,7 +20,10 @@ from pydantic import Field, model_validator
 
 from mmkit.config import ConfigError, RunConfig, Settings, changed, to_yaml
 from mmkit.errors import InputError
+from mmkit.launch.choose import for_machine
 from mmkit.launch.launch import follow
+from mmkit.launch.machine import named
+from mmkit.launch.plan import TooLargeError
 from mmkit.launch.preflight import check_stage
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
@@ -30,6 +34,7 @@ class SlurmConfig(Settings):
 
     nodes: int = Field(96, ge=1)
     tasks_per_node: int = Field(4, ge=1)  # one process a GPU
+    device: str = "a100-40gb"  # what a GPU of the cluster is, as `mmkit plan --machine` names it
     gpus_per_node: int | None = Field(None, ge=0)  # None = as many as tasks, 0 = CPUs only
     cpus_per_task: int = Field(6, ge=1)
     time_limit: str = Field("24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")
@@ -73,12 +78,23 @@ class Job:
 
 
 def for_cluster(run: RunConfig, cluster: SlurmConfig) -> RunConfig:
-    """The run with its backend spread over the job's tasks; ConfigError where the batch does not divide by them, or for a
-    stage that the preset does not have."""
+    """The run as chosen for the job's tasks; ConfigError where the batch does not divide by them, or for a stage that the
+    preset does not have, TooLargeError where it does not fit them."""
     check_stage(run)
     if run.backend.kind == "single" and cluster.nodes * cluster.tasks_per_node > 1:
         raise ConfigError("backend.kind 'single' cannot use several tasks; set backend.kind to torch or deepspeed")
-    return changed(run, backend__nodes=cluster.nodes, backend__processes=cluster.tasks_per_node)
+    spread = changed(run, backend__nodes=cluster.nodes, backend__processes=cluster.tasks_per_node)
+    tasks = cluster.nodes * cluster.tasks_per_node
+    if cluster.gpus:
+        machine = named(f"{cluster.nodes}x{cluster.tasks_per_node}x{cluster.device}")
+    else:  # its memory is not known: that of this host stands for it
+        machine = dataclasses.replace(named("cpu"), devices=tasks, hosts=cluster.nodes)
+    choice = for_machine(spread, machine)
+    if not choice.plan.fits:
+        guessed = cluster.gpus and "device" not in cluster.model_fields_set
+        told = f"\n  its GPUs:         taken for {cluster.device}; name others by --machine, or --option device=a100-80gb" if guessed else ""
+        raise TooLargeError(choice.plan.message() + told)
+    return choice.run
 
 
 def render(cluster: SlurmConfig, config: Path, log: Path) -> str:

@@ -21,6 +21,7 @@ from pydantic import Field
 
 import mmkit
 from mmkit.config import ConfigError, RunConfig, Settings, changed, to_yaml
+from mmkit.launch.choose import for_machine
 from mmkit.launch.machine import METADATA, Machine, named
 from mmkit.launch.preflight import check_stage
 
@@ -30,7 +31,7 @@ RUNTIMES = {  # software version of a TPU VM by the accelerator's family
     "v5p": "v2-alpha-tpuv5",
     "v6e": "v2-alpha-tpuv6e",
 }
-RUNS_ON = ("xla",)  # backends that drive these devices
+RUNS_ON = ("auto", "xla")  # backends that drive these devices
 FOLDER = "mmkit-run"  # on the hosts, below the home folder
 
 
@@ -70,7 +71,7 @@ class Step:
 
 
 def for_slice(run: RunConfig, target: TpuConfig) -> RunConfig:
-    """The run on the devices of this slice; ConfigError where it cannot work there."""
+    """The run as chosen for the devices of this slice; ConfigError where it cannot work there."""
     check_stage(run)
     if run.backend.kind not in RUNS_ON:
         raise ConfigError(f"backend.kind {run.backend.kind!r} does not run on a TPU; use --backend xla")
@@ -79,7 +80,9 @@ def for_slice(run: RunConfig, target: TpuConfig) -> RunConfig:
             f"{target.accelerator} has {target.machine.hosts} hosts with a disk each, and root {run.root!r} is a local folder: checkpoints would "
             "be cut up between them; use --run-dir gs://BUCKET/FOLDER"
         )
-    return changed(run, backend__nodes=1, backend__processes=1, backend__xla_devices=target.machine.devices)
+    choice = for_machine(changed(run, backend__nodes=1, backend__processes=1), target.machine)
+    choice.plan.check()
+    return choice.run
 
 
 def pack(target: TpuConfig, folder: Path) -> Path:

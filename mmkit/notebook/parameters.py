@@ -27,6 +27,7 @@ MAGIC = re.compile(r"(?m)^\s*[%!].*$")
 INJECTED = "# Parameters"  # first line of the cell papermill adds
 TYPES = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict, "tuple": tuple}
 BACKENDS: dict[str, dict[str, Any]] = {  # what `backend` may say, in settings
+    "auto": {"backend.kind": "auto"},
     "single": {"backend.kind": "single"},
     "torch": {"backend.kind": "torch"},
     "ddp": {"backend.kind": "torch", "backend.strategy": "ddp"},

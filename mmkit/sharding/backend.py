@@ -206,7 +206,10 @@ BACKENDS: dict[str, str] = {
 def create(config: BackendConfig, precision: Precision) -> Backend:
     """The backend of ``config``, with its processes connected. ConfigError for an unknown kind."""
     if config.kind not in BACKENDS:
-        raise ConfigError(f"no backend {config.kind!r}{nearest(config.kind, BACKENDS)}; backends are {', '.join(BACKENDS)}")
+        raise ConfigError(
+            f"no backend {config.kind!r}{nearest(config.kind, BACKENDS)}; backends are {', '.join(BACKENDS)}; auto is one of them, "
+            "chosen for the machine by `mmkit.launch.launch.launch`: call that"
+        )
     module, name = BACKENDS[config.kind].split(":")
     return getattr(importlib.import_module(module), name)(config, precision)
 

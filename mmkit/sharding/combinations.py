@@ -65,23 +65,23 @@ REFUSALS: dict[str, Refusal] = {
         "train.precision = fp16 does not exist on backend xla; use bf16",
     ),
     "8-bit Adam x machinery": Refusal(
-        lambda f: f.run.train.optimizer.kind == "adamw_8bit" and f.machinery not in ("single", "torch ddp"),
+        lambda f: f.run.train.optimizer.kind == "adamw_8bit" and f.machinery not in ("single", "torch ddp", "auto"),
         "train.optimizer.kind = adamw_8bit: {machinery} cannot cut 8-bit moments; use adamw (already cut) or torch ddp",
     ),
     "offload x machinery": Refusal(
-        lambda f: f.offload and f.machinery not in OFFLOADS,
+        lambda f: f.offload and f.machinery not in (*OFFLOADS, "auto"),
         "backend.offload: {machinery} has nothing to offload; use deepspeed with zero_stage 1 to 3 or torch fsdp",
     ),
     "single x processes": Refusal(
-        lambda f: f.kind == "single" and f.run.backend.processes * f.run.backend.nodes > 1,
+        lambda f: f.kind == "single" and f.run.backend.world > 1,
         "backend.kind = single is one process, but backend.processes x nodes = {n_processes}; use torch or deepspeed",
     ),
     "xla devices x kind": Refusal(
-        lambda f: f.kind != "xla" and bool(f.run.backend.xla_devices or f.run.backend.fsdp_axis),
+        lambda f: f.kind not in ("xla", "auto") and bool(f.run.backend.xla_devices or f.run.backend.fsdp_axis),
         "backend.xla_devices and fsdp_axis mean nothing on {machinery}; remove them or use backend.kind = xla",
     ),
     "xla devices x processes": Refusal(
-        lambda f: f.kind == "xla" and bool(f.run.backend.xla_devices) and f.run.backend.processes * f.run.backend.nodes > 1,
+        lambda f: f.kind == "xla" and bool(f.run.backend.xla_devices) and f.run.backend.world > 1,
         "backend.xla_devices counts the devices of all hosts in one program, but backend.processes x nodes = {n_processes}; set both to 1",
     ),
     "mesh x axis": Refusal(
@@ -89,7 +89,7 @@ REFUSALS: dict[str, Refusal] = {
         "backend.fsdp_axis does not divide backend.xla_devices; use a divisor",
     ),
     "deepspeed file x kind": Refusal(
-        lambda f: f.kind != "deepspeed" and f.run.backend.deepspeed_config is not None,
+        lambda f: f.kind not in ("deepspeed", "auto") and f.run.backend.deepspeed_config is not None,
         "backend.deepspeed_config is given but backend.kind = {kind}; set kind to deepspeed or remove the file",
     ),
 }
@@ -100,11 +100,11 @@ def check_combination(run: RunConfig) -> None:
     facts = Facts.of(run)
     words = {
         "bits": run.train.bits, "machinery": facts.machinery, "kind": facts.kind, "preset": run.preset,
-        "n_processes": run.backend.processes * run.backend.nodes,
+        "n_processes": run.backend.world,
     }  # fmt: skip
     met = [refusal.message.format(**words) for refusal in REFUSALS.values() if refusal.when(facts)]
     if met:
         raise ConfigError("\n".join(met))
     file = run.backend.deepspeed_config
-    if file:
+    if file and run.backend.kind != "auto":
         filled_settings(read_file(file), run.backend, run.train, run.accumulation, run.devices)

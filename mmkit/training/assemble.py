@@ -149,7 +149,7 @@ def check(run: RunConfig) -> None:
         raise ConfigError(f"{which} is empty; name at least one source, or a data.mixture")
     if run.train.steps:
         check_lengths(run.train.optimizer, run.train.steps)
-    _ = run.accumulation
+    _ = run.accumulation if run.resolved else 1
 
 
 def seed_everything(seed: int) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mmkit.config import ConfigError, OptimizerConfig, Precision, RunConfig, to_yaml
+from mmkit.config import ConfigError, OptimizerConfig, Precision, RunConfig, asked, to_yaml
 from mmkit.errors import writing
 from mmkit.storage import Store
 from mmkit.training.agreement import by_main
@@ -93,7 +93,7 @@ def save_checkpoint(state: TrainState, metrics: dict[str, float] | None = None) 
         "step": state.step, "samples": state.samples, "tokens": state.tokens, "total_steps": state.total_steps,
         "data": state.loader.state_dict(), "schedule": state.schedule.state_dict(), "guard": state.guard.state_dict(),
         "backend": state.backend.extra_state(), "backend_kind": state.backend.name, "precisions": state.precisions,
-        "asked_precision": state.asked.train.precision,
+        "asked_precision": asked(state.asked).train.precision,
         "history": state.history, "global_batch": state.run.train.global_batch, "adapters": adapter_record(state.run),
         "random": state.backend.all_objects(random_state(state)), "settings": state.asked.model_dump(mode="json"),
         "started": started_with(state), "job": os.environ.get("SLURM_JOB_ID"),
@@ -208,8 +208,8 @@ def step_after(values: dict, run: RunConfig) -> int:
 
 
 def asked_of(run: RunConfig) -> dict[str, Any]:
-    """What a resume from a named checkpoint asks for."""
-    return {"asked": run.resume, "precision": run.train.precision, "global_batch": run.train.global_batch, "seed": run.seed}
+    """What a resume from a named checkpoint asks for; a precision that was chosen for a machine is not asked for."""
+    return {"asked": run.resume, "precision": asked(run).train.precision, "global_batch": run.train.global_batch, "seed": run.seed}
 
 
 def went_on(values: dict, run: RunConfig) -> bool:
@@ -277,7 +277,7 @@ def branch(state: TrainState, path: str, values: dict, entry: dict[str, Any]) ->
     if not own or state.step != values["step"] or ends_here:
         save_checkpoint(state)
     if ends_here and state.backend.is_main:  # nothing is trained that would write it
-        Store(state.run.folder).write("config.yaml", to_yaml(state.asked).encode())
+        Store(state.run.folder).write("config.yaml", to_yaml(asked(state.asked)).encode())
 
 
 def leave_behind(state: TrainState, step: int) -> None:
@@ -346,12 +346,12 @@ def precision_in_force(state: TrainState, path: str | None) -> Precision:
     """
 
     def find() -> Precision:
-        asked = state.run.train.precision
+        now, wanted = state.run.train.precision, asked(state.run).train.precision  # what a machine lacks is not asked for otherwise
         saved = {} if path is None or is_foreign(path) else Checkpoint(path).state
         kept = saved.get("guard", {}).get("precision")
-        if kept in (None, asked) or saved["asked_precision"] != asked:
-            return asked
-        log.warning("resuming in %s, to which a rewind changed from %s; another precision changes it", kept, asked)
+        if kept in (None, now) or saved["asked_precision"] != wanted:
+            return now
+        log.warning("resuming in %s, to which a rewind changed from %s; another precision changes it", kept, wanted)
         return kept
 
     return by_main(state.backend, find)
@@ -403,9 +403,10 @@ def open_folder(state: TrainState, first: bool = True) -> MetricsFile | None:
     if first and not state.step and store.size("export/config.json") is not None:
         set_aside(state.run, [])  # of a training whose checkpoints are gone
     if first:
-        store.write("config.yaml", to_yaml(state.asked).encode())
+        store.write("config.yaml", to_yaml(asked(state.asked)).encode())
     facts = {
         "tables": state.tables, "backend": {"name": state.backend.name, "world": state.backend.world, "devices": state.backend.devices},
+        "chosen": [row.model_dump(mode="json") for row in state.run.chosen], "accumulation": state.run.accumulation,
         "data": {"fingerprint": state.loader.state_dict().get("fingerprint"), "summary": state.loader.summary()},
         "frozen": {name: {key: value for key, value in row.items() if key != "tensors"} for name, row in state.frozen.items()},
         "validation": state.held_out and {"fingerprint": state.held_out.plan.mixture.fingerprint, "summary": state.held_out.summary()},

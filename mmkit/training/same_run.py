@@ -25,6 +25,7 @@ FIXED = "what the trained tensors belong to; never changes"
 
 CLASSES = {
     "preset": FREE, "stage": FREE, "name": FREE, "root": FREE, "resume": FREE, "dry_run": FREE, "intended_for": FREE,
+    "pinned": FREE, "chosen": FREE,  # what was chosen stands in the settings themselves
     # the same training on any machine: tests/sharding holds all backends, device counts and accumulations equal
     "backend": FREE, "train.device_batch": FREE,
     # the same sums in another order or less memory

@@ -45,4 +45,5 @@ def test_a_contrastive_model_tells_the_story_itself(tmp_path, monkeypatch):
     monkeypatch.setattr("mmkit.figures.stability.drawn", lambda story: "drawn")
     for model, preset, layer in (("clip-tiny", "clip-tiny", ""), ("8b-debug", PRESET, LAYER)):
         assert stability_story(load(model, "finetune", {"root": str(tmp_path)}), 60) == "drawn"
+        assert told["run"].backend.kind == "single" and told["run"].resolved
         assert (told["run"].preset, told["run"].train.steps, told["layer"], told["at_step"]) == (preset, 60, layer, 36)

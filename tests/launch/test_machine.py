@@ -12,8 +12,10 @@ import pytest
 from mmkit import cli
 from mmkit.config import ConfigError, load
 from mmkit.launch import machine as machines
+from mmkit.launch.counting import count
 from mmkit.launch.machine import GIB, MIB, found, host_memory, machine_of, matmul_rate, named, this_cpu
 from mmkit.launch.overview import MACHINES, overview
+from mmkit.launch.plan import make_plan
 from mmkit.launch.preflight import plan_of, preflight
 
 A100 = "NVIDIA A100-SXM4-80GB, 81920, GPU-{}, Disabled, 8.0"
@@ -92,7 +94,8 @@ def test_an_unknown_name_and_a_size_there_is_not_are_refused_with_what_there_is(
 
 def test_what_a_device_does_not_compute_in_has_no_rate_and_no_time():
     assert "bf16" not in named("t4").peak and "fp16" in named("t4").peak and "fp16" not in named("v4-8").peak
-    plan = plan_of(load("8b-debug", "finetune", {"precision": "bf16"}), machine=named("t4"), samples=100)
+    run = load("8b-debug", "finetune", {"precision": "bf16"})
+    plan = make_plan(run, count(run), named("t4"), samples=100)
     assert "T4 16GB does not compute in bf16" in str(plan) and "not known" in str(plan)
 
 
@@ -287,7 +290,7 @@ def test_a_machine_given_by_name_is_planned_for_and_does_not_train_here(monkeypa
     run = load("8b-debug", "finetune", {"start_from": "source"})
     with pytest.raises(ConfigError, match="machine 8xa100-80gb is not here: this is .* CPU core"):
         preflight(run, named("8xa100-80gb"))
-    dry = preflight(load("8b-debug", "finetune", {"dry_run": True}), named("v4-64"))
+    dry = preflight(load("8b-debug", "finetune", {"dry_run": True, "backend.kind": "auto", "global_batch": 64}), named("v4-64"))
     assert dry.plan.machine.name == "v4-64" and dry.shapes
     assert preflight(run, named("cpu")).plan.fits, "this computer by its name"
     monkeypatch.setenv("MMKIT_MACHINE", "v4-65")
@@ -296,7 +299,8 @@ def test_a_machine_given_by_name_is_planned_for_and_does_not_train_here(monkeypa
     monkeypatch.setenv("MMKIT_MACHINE", "v4-64")
     with pytest.raises(ConfigError, match="machine v4-64 is not here"):
         preflight(run)
-    assert machine_of("l4").name == "l4-24gb" and plan_of(run).machine.name == "v4-64"
+    assert machine_of("l4").name == "l4-24gb"
+    assert plan_of(load("8b-debug", "finetune", {"backend.kind": "xla", "global_batch": 64})).machine.name == "v4-64"
 
 
 def test_some_of_the_gpus_that_are_here_may_be_named_and_no_more(driver, monkeypatch):
@@ -324,8 +328,8 @@ def test_a_job_is_asked_for_as_the_machine_is_named(capsys, monkeypatch):
 
 
 def test_the_command_line_names_a_machine_and_says_what_is_wrong_with_it(capsys):
-    assert cli.main(["plan", "--model", "8b-debug", "--machine", "8xa100-80gb"]) == 0
-    assert "8 x A100 80GB" in capsys.readouterr().out
+    assert cli.main(["plan", "--model", "8b-debug", "--backend", "ddp", "--machine", "8xa100-80gb"]) == 0
+    assert "4 x A100 80GB" in capsys.readouterr().out, "of its global batch of 4 each row has a device"
     for command in ("plan", "train"):
         assert cli.main([command, "--model", "8b-debug", "--machine", "v4-5"]) == 2
         assert "v4 has no slice of 5 cores" in capsys.readouterr().err
@@ -334,9 +338,10 @@ def test_the_command_line_names_a_machine_and_says_what_is_wrong_with_it(capsys)
 def test_the_table_has_a_row_a_preset_and_a_column_a_machine(capsys):
     small, large, clip = overview(["8b-debug", "llava-7b", "clip-vit-l-14"])
     assert {"model", "stage", "parameters", "trainable", "here", *MACHINES} == set(large)
-    assert (small["stage"], clip["stage"]) == ("finetune", "pretrain (it has no finetune)")
+    assert (small["stage"], clip["stage"]) == ("finetune", "pretrain")
     assert large["parameters"] == "7.05 B" and clip["trainable"] == clip["parameters"] == "0.428 B"
-    assert large["here"].startswith("no") and not small["here"].startswith("no") and not large["v4-512"].startswith("no")
+    assert large["here"].startswith("no") and not small["here"].startswith("no") and not large["v4-256"].startswith("no")
+    assert large["v4-512"] == "no: batch"
     assert cli.main(["plan", "--all", "--model", "tiny", "--machine", "v4-8"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("tiny", "here", *MACHINES))

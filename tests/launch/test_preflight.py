@@ -9,10 +9,10 @@ import pytest
 
 from mmkit.config import ConfigError, changed, load
 from mmkit.launch import preflight as before
+from mmkit.launch.counting import count
 from mmkit.launch.preflight import (
     check_examples,
     check_sources,
-    count,
     data_rows,
     meta_batch,
     plan_of,
@@ -46,7 +46,7 @@ def test_a_dry_run_sends_the_full_size_shapes_through_the_model(capsys):
 
 
 def test_the_same_run_without_dry_run_is_too_large_before_data_is_looked_at():
-    with pytest.raises(TooLargeError, match="two ways on"):
+    with pytest.raises(TooLargeError, match="it fits with"):
         preflight(load("ferret-7b", "finetune"), LAPTOP)
 
 

@@ -133,7 +133,7 @@ def test_an_installed_kit_sends_its_wheel(tmp_path, host, monkeypatch):
 
 
 def test_a_folder_that_is_no_checkout_is_refused_before_anything_costs_money(tmp_path):
-    target = tpu.TpuConfig(checkout=str(tmp_path))
+    target = tpu.TpuConfig(accelerator="v4-32", checkout=str(tmp_path))
     with pytest.raises(ConfigError, match="has no pyproject.toml"):
         tpu.start(run_on(), target, show=True)
     (tmp_path / "pyproject.toml").touch()
