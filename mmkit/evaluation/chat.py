@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
-from mmkit.config import VlmConfig
+from mmkit.config import BackendConfig, VlmConfig
 from mmkit.data.conversation import Formatter
 from mmkit.data.example import IMAGE, Example, ImageRef, Region, Turn
 from mmkit.data.prompting import prompt_batch
 from mmkit.errors import InputError
+from mmkit.evaluation.answering import BUCKETS
 from mmkit.models.generation import Chat, Sampling
+from mmkit.sharding.backend import Backend, alone
 
 
 def open_chat(
@@ -22,20 +24,29 @@ def open_chat(
     transforms: Sequence[Callable],
     max_new_tokens: int = 512,
     sampling: Sampling = Sampling(),
+    backend: Backend | None = None,
 ) -> Chat:
     """``chat(image, text, history, regions=...)`` for this model; an image is a path, URL, bytes, PIL image or array.
 
     Text may say where pictures stand (``<image>``), else they come first; each ``<region>`` takes the next of ``regions``, which are
     those of the whole conversation in order. ``transforms`` as `models.build.image_transforms` gives them.
+    ``backend`` is where the model was put, and its precision (`scoring.opened`); without one the model goes to this machine's
+    accelerator, if it has one, in fp32.
     """
+    if backend is None:
+        backend = alone(BackendConfig(), "fp32")
+        model.to(backend.device)
     formatter = Formatter.of(tokenizer, config)
+    # a conversation gets longer and longer: where programs are compiled for shapes, few lengths occur
+    buckets = BUCKETS if backend.compiled else ()
 
     def encode(images: list[Any], turns: list[tuple[str, str]], regions: Sequence[Region] = ()) -> dict[str, torch.Tensor]:
         refs = tuple(ImageRef(image) for image in images)
         example = Example("chat", refs, with_image_markers(turns, len(refs)), tuple(regions))
-        return prompt_batch([example], formatter, config, transforms).tensors
+        return prompt_batch([example], formatter, config, transforms, buckets=buckets).tensors
 
-    return Chat(model, encode, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), formatter.stop_ids, max_new_tokens, sampling)
+    words = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
+    return Chat(model, encode, words, formatter.stop_ids, max_new_tokens, sampling, backend)
 
 
 def with_image_markers(turns: Sequence[tuple[str, str]], count: int) -> tuple[Turn, ...]:

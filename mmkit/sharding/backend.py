@@ -19,6 +19,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib
+import importlib.util
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +47,7 @@ class Backend(abc.ABC):
     devices: int = 1  # devices that share a step
     device: torch.device
     precision: Precision
+    compiled: bool = False  # each new shape or constant is a program to compile: work is recorded until `sync`
     module: nn.Module  # what `prepare` returned
     optimizer: torch.optim.Optimizer | None = None
     skipped: Tensor  # 0-dim bool: the last update was left out on all devices (non-finite gradient)
@@ -105,6 +108,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def checkpoint(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` with its activations recomputed in backward."""
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """What forwards of the prepared module run under: half-precision products over fp32 weights, or nothing."""
+        return autocast(self.precision, self.device)
 
     def sync(self) -> None:
         """Run what was recorded so far (lazy devices); nothing elsewhere."""
@@ -209,6 +216,23 @@ def create(config: BackendConfig, precision: Precision) -> Backend:
         raise ConfigError(f"no backend {config.kind!r}{nearest(config.kind, BACKENDS)}; backends are {', '.join(BACKENDS)}")
     module, name = BACKENDS[config.kind].split(":")
     return getattr(importlib.import_module(module), name)(config, precision)
+
+
+def alone(config: BackendConfig, precision: Precision) -> Backend:
+    """The backend of one process that shares its work with no other (scores, a conversation): on this machine's
+    accelerator, else on its CPU.
+
+    CUDA before XLA, since torch_xla drives no CUDA device. XLA where PJRT_DEVICE names a device, or the run's
+    backend is xla and the runtime has one to name: importing torch_xla sets PJRT_DEVICE=CPU where it is not set,
+    so that value alone says nothing. ConfigError for a precision that the device lacks.
+    """
+    named = os.environ.get("PJRT_DEVICE")
+    runtime = named or config.xla_devices or importlib.util.find_spec("libtpu")
+    xla = named not in (None, "CPU") or (config.kind == "xla" and runtime)
+    if xla and not torch.cuda.is_available():
+        # named devices are virtual ones: a single one does the work of one process
+        return create(BackendConfig(kind="xla", xla_devices=config.xla_devices and 1), precision)
+    return create(BackendConfig(), precision)
 
 
 # ---------------------------------------------------------------- names and dtypes, shared by all backends

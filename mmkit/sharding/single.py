@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmkit.config import BackendConfig, ConfigError, Precision, TrainConfig
 from mmkit.errors import InputError
 from mmkit.sharding import moments
-from mmkit.sharding.backend import MOMENTS, Backend, Entry, Factory, Rules, autocast, named, plain_name
+from mmkit.sharding.backend import MOMENTS, Backend, Entry, Factory, Rules, named, plain_name
 from mmkit.sharding.machine import this_machine
 
 
@@ -73,7 +73,7 @@ class SingleBackend(Backend):
     def _cast(self, forward: Callable) -> Callable:
         @functools.wraps(forward)
         def run(*args, **kwargs):
-            with autocast(self.precision, self.device):
+            with self.autocast():
                 return forward(*args, **kwargs)
 
         return run

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from mmkit.config import ConfigError, load
+from mmkit.config import BackendConfig, ConfigError, load
 from mmkit.data.example import Example, ImageRef, Turn
 from mmkit.evaluation import answering, scoring
 from mmkit.evaluation.answering import VlmAnswerer
 from mmkit.evaluation.task import Decode, Task
 from mmkit.evaluation.tasks.table import TASKS
 from mmkit.models.build import build, image_transforms, tokenizer
+from mmkit.sharding.backend import alone
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def answerer():
     config = load("13b-debug", "finetune").model
     torch.manual_seed(0)
     model = build(config).eval()
-    return VlmAnswerer(model, config, tokenizer(config), image_transforms(config), "fp32")
+    return VlmAnswerer(model, config, tokenizer(config), image_transforms(config), alone(BackendConfig(), "fp32"))
 
 
 def request(number: int, colour: int, text: str) -> Example:
@@ -46,7 +47,7 @@ def test_answers_do_not_depend_on_the_batch(answerer):
 
 def test_each_picture_is_encoded_once_while_it_fits(answerer, monkeypatch):
     counted: list[int] = []
-    pictures = answering.EncodedPictures(answerer.model, image_transforms(answerer.config))
+    pictures = answering.EncodedPictures(answerer.model, image_transforms(answerer.config), answerer.backend)
     original = answerer.model.encode
     monkeypatch.setattr(
         answerer.model, "encode", lambda images: counted.append(len(images[0])) or original(images)
