@@ -243,7 +243,8 @@ def fill(
             problems.append(f"{name} has shape {tuple(tensor.shape)}, the model needs {tuple(state[name].shape)}")
             found.update(partners[name])
         else:
-            state[name].copy_(tensor)
+            # cast on the host: a device that does it would hold both, and a lazy one would keep it for its next program
+            state[name].copy_(tensor.to(state[name].dtype))
             found.update(partners[name])
     problems = [f"missing {name}" for name in state if name not in found and not optional(name)] + problems
     if problems:

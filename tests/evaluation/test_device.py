@@ -1,0 +1,105 @@
+"""Evaluation on an accelerator: same answers and scores, one program a shape, half-precision weights that change nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmkit.config import BackendConfig, load
+from mmkit.data.conversation import Formatter
+from mmkit.data.example import Example, ImageRef, Turn
+from mmkit.data.prompting import prompt_batch
+from mmkit.models import pretrained
+from mmkit.models.build import build, image_transforms, tokenizer
+from mmkit.models.generation import Here, decode
+from mmkit.sharding import backend as backends
+from tests.evaluation import device_case
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_an_xla_device_gives_the_answers_and_scores_of_the_cpu_from_one_program_a_shape(tmp_path):
+    pytest.importorskip("torch_xla")
+    for preset in device_case.PRESETS:
+        device_case.write(str(tmp_path), preset)
+    want = device_case.scored("single", str(tmp_path))
+    env = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, str(ROOT / "tests/evaluation/device_case.py"), "xla", str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    got = json.loads(done.stdout.splitlines()[-1])
+    assert (want["device"], got["device"]) == ("cpu", "xla")
+    for preset in device_case.PRESETS[:2]:
+        assert got[preset]["answers"] == want[preset]["answers"] and len(set(got[preset]["answers"])) > 3
+        # encoders, prompt, and one program for each of the five further tokens of each of the three batches
+        assert got[preset]["programs"] == [3, 3, 3]
+    assert got["chat"] == want["chat"]
+    for task, metrics in want["clip"].items():
+        assert got["clip"][task] == pytest.approx(metrics, rel=1e-6)
+
+
+class Compiled(Here):
+    """A device without memory that wants fixed shapes."""
+
+    compiled = True
+
+
+@pytest.mark.parametrize("kind", [Here, Compiled])
+def test_a_prompt_and_the_next_token_of_the_full_8b_run_without_memory_and_without_a_host_tensor(kind):
+    config = load("8b", "eval").model
+    model = build(config, "meta").eval()
+    words = tokenizer(load("8b-debug", "eval").model)
+    turns = (Turn("user", "<image>\nWhat is this?"),)
+    examples = [Example(f"q{i}", (ImageRef(picture(size)),), turns) for i, size in enumerate(((300, 200), (90, 400)))]
+    batch = prompt_batch(examples, Formatter.of(words, config), config, image_transforms(config)).tensors
+    tokens = list(decode(model, batch, 2, backend=kind(model)))
+    assert [(found.device.type, found.shape) for found in tokens] == [("meta", (2,))] * 2
+
+
+def picture(size):
+    from PIL import Image
+
+    return Image.new("RGB", size, (200, 30, 90))
+
+
+@pytest.mark.parametrize("preset", ["8b-debug", "ferret-7b-debug"])
+def test_weights_in_half_precision_give_the_very_logits_of_autocast_over_fp32_ones(preset, tmp_path):
+    folder = device_case.write(str(tmp_path), preset)
+    (whole, config), (halved, _) = (pretrained.from_pretrained(folder, half=half) for half in (None, torch.bfloat16))
+    kinds = {name: p.dtype for name, p in halved.named_parameters()}
+    for name, kind in kinds.items():
+        matrix = name.startswith("language.") and name.endswith("proj.weight")
+        stays = name.startswith(("connector.", "samplers.", "regions.")) or "norm" in name or "embed" in name
+        assert kind == torch.bfloat16 if matrix else kind == torch.float32 if stays else True, name
+    words = tokenizer(config)
+    example = device_case.request(0, config.regions is not None)
+    batch = prompt_batch([example], Formatter.of(words, config), config, image_transforms(config)).tensors
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        want, got = (model.eval().logits(model(batch)) for model in (whole, halved))
+    assert torch.equal(want, got)
+
+
+def test_one_process_takes_the_device_that_the_machine_names(monkeypatch):
+    made = []
+    monkeypatch.setattr(backends, "create", lambda config, precision: made.append((config.kind, config.xla_devices)) or made[-1])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
+    virtual, real = BackendConfig(kind="xla", xla_devices=4), BackendConfig(kind="xla")
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    assert backends.alone(virtual, "bf16") == ("xla", 1)
+    assert backends.alone(real, "bf16") == ("single", None)  # a preset for a TPU, scored where there is none
+    assert backends.alone(BackendConfig(kind="deepspeed", processes=8), "bf16") == ("single", None)
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")  # as importing torch_xla leaves it
+    assert backends.alone(BackendConfig(), "bf16") == ("single", None)
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    assert backends.alone(BackendConfig(), "bf16") == ("xla", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert backends.alone(real, "bf16") == ("single", None)
