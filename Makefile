@@ -1,10 +1,11 @@
 # make env   set up .venv (or the active conda environment); quick when nothing changed
 # make demo  env, offline data, notebooks 00-05 headless, results table and runs/demo.json
+# make lab   env, then JupyterLab on this checkout, in notebooks/ (LAB="--port 8889 --no-browser" passes options on)
 # make test  env, then the whole test suite
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: env test demo lab clean
+.PHONY: env git-filter test demo lab clean
 
 ifdef CONDA_PREFIX
 BIN := $(CONDA_PREFIX)/bin
@@ -14,6 +15,9 @@ endif
 PY := $(BIN)/python
 # the stamp holds the hash of pyproject.toml: another hash, or a .venv that was moved, installs again
 STAMP := $(BIN)/../.mmkit-installed
+# what JupyterLab writes into a notebook's metadata besides outputs, and papermill into the copy it makes
+LANGUAGE := codemirror_mode file_extension mimetype nbconvert_exporter pygments_lexer version
+JUPYTER_KEYS := $(LANGUAGE:%=metadata.language_info.%) metadata.papermill cell.metadata.papermill cell.metadata.jupyter
 HASH := $(shell cat pyproject.toml Makefile | sha256sum | cut -c1-16)-$(shell pwd | sha256sum | cut -c1-8)
 
 env:
@@ -42,7 +46,15 @@ env:
 	echo "installing mmkit and what it needs into $(BIN) (about 8 GB the first time, 2-4 minutes)"
 	$(PY) -m pip install --quiet --editable ".[test]"
 	$(PY) -m pip install --quiet --no-deps --group packs
+	$(MAKE) --no-print-directory git-filter
 	echo "$(HASH)" > $(STAMP)
+
+# JupyterLab saves outputs into the notebooks it runs. As .gitattributes says, git reads them through this filter, so that it sees a change
+# where a cell was edited and none where one was only run. Kept in this clone's .git/config; without it git takes the files as they are.
+git-filter:
+	@if [[ -e .git ]] && command -v git >/dev/null; then
+	  git config filter.mmkit-notebooks.clean "'$(PY)' -m nbstripout --keep-id --extra-keys '$(JUPYTER_KEYS)'"
+	fi
 
 # PASSIVE: waiting threads sleep, so that tests beside other work on the same cores are 2-4 times faster
 test: env
@@ -56,7 +68,8 @@ demo: env
 	@$(PY) -m mmkit notebook demo
 
 lab: env
-	@cd notebooks && $(BIN)/jupyter lab
+	@$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks \
+	  --FileContentsManager.post_save_hook=mmkit.notebook.git_index.after_save $(LAB)
 
 clean:
 	@rm -rf build dist *.egg-info

@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from mmkit.errors import writing
+
 
 def cache_root() -> Path:
     """The cache folder: ``$MMKIT_CACHE``, else ``~/.cache/mmkit``. Not created here."""
@@ -26,7 +28,8 @@ def cache_root() -> Path:
 def alone(what: str | os.PathLike) -> Iterator[None]:
     """One process of this machine at a time for each ``what``; the lock ends with the process that holds it."""
     folder = cache_root() / "locks"
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder, "MMKIT_CACHE=FOLDER"):
+        folder.mkdir(parents=True, exist_ok=True)
     with (folder / hashlib.sha256(str(what).encode()).hexdigest()[:24]).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -40,8 +43,9 @@ def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
     both hold the same content by construction. After an error nothing is left behind.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    with writing(path, "MMKIT_CACHE=FOLDER"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     work.chmod(0o755)  # mkdtemp gives 0700; a cache may be shared
     try:
         yield work

@@ -16,16 +16,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig, SourceConfig, changed, load_file, nearest, setting_names
+from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig, SourceConfig, changed, nearest, setting_names
 from mmkit.foreign_names import ours
-from mmkit.launch.launch import ERROR_PREFIX
+from mmkit.launch.launch import ERROR_PREFIX, tell
 from mmkit.listing import EXAMPLES, LISTS
+from mmkit.notebook.parameters import quiet
 from mmkit.presets import read_mapping
+from mmkit.run_options import add_machine, add_run_options, run_of, target_options
 from mmkit.storage import is_remote
 from mmkit.values import checked, read_yaml
 
 if TYPE_CHECKING:
     from mmkit.data.check import Report
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses, runs one command and returns its exit code."""
@@ -34,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not hasattr(options, "run_command") and not rest:
         parser.print_help()
         return 2
+    quiet()
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         if rest:
@@ -48,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:  # OSError: a path that cannot be written, a full disk
         if options.verbose and not isinstance(error, ConfigError):
             raise
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        tell(error)
         return 2
 
 
@@ -97,24 +101,6 @@ def _command(commands: Any, name: str, run: Any, about: str) -> argparse.Argumen
     return parser
 
 
-def _add_run_options(parser: argparse.ArgumentParser, stage: str | None = None) -> None:
-    """Options that together name a run: a preset and its changes, or a saved config."""
-    group = parser.add_argument_group("which run")
-    group.add_argument("--model", metavar="NAME", help="a preset: a file of params/ (default: tiny)")
-    if stage is None:
-        group.add_argument("--stage", metavar="|".join(STAGES), help="the stage to run (default: pretrain)")
-    group.add_argument("--config", metavar="FILE", help="a resolved config.yaml of an earlier run, instead of --model and --stage")
-    group.add_argument("--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="any setting, by full or unique name")
-    group.add_argument("--backend", metavar="NAME", help="single, ddp, fsdp, zero0..zero3 or xla (default: the preset's)")
-    group.add_argument("--processes", type=int, metavar="N", help="processes on this machine")
-    group.add_argument("--steps", type=int, metavar="N", help="optimizer steps (default: the preset's epochs)")
-    group.add_argument("--run-dir", metavar="DIR", help="folder that runs are kept in (default: runs)")
-    group.add_argument("--name", metavar="NAME", help="name of this run among those of its preset and stage")
-    group.add_argument("--resume", metavar="auto|never|PATH|step-N|epoch-N", help="go on from the newest checkpoint, anew, or from this one")
-    group.add_argument("--dry-run", action="store_true", help="build the model without weights, check everything, train nothing")
-    parser.set_defaults(fixed_stage=stage)
-
-
 def _add_doctor(commands: Any) -> None:
     parser = _command(commands, "doctor", _doctor, "What is this machine, what is missing on it, and what to do about each fault.")
     parser.add_argument("--json", action="store_true", help="as JSON")
@@ -133,11 +119,11 @@ def _add_plan(commands: Any) -> None:
     parser = _command(commands, "get", _get, "Fetch weights and data a model misses here; without --stage for pretrain and finetune.")
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
     parser.add_argument("--only", choices=("weights", "data"), help="fetch these alone")
-    _add_run_options(parser)
+    add_run_options(parser)
     parser = _command(commands, "plan", _plan, "Memory, time, cost and disk of a run, and what is missing, before a byte is downloaded.")
-    _add_run_options(parser)
-    parser.add_argument("--device", metavar="NAME", help="plan for this accelerator, as a100-80gb or tpu-v4 (default: this machine)")
-    parser.add_argument("--devices", type=int, metavar="N", help="how many of them share the run")
+    add_run_options(parser)
+    add_machine(parser)
+    parser.add_argument("--all", action="store_true", help="instead: which preset fits which machine, at --stage (default: finetune)")
     parser.add_argument("--samples", type=int, metavar="N", help="examples of one epoch, where the data is not here")
     parser.add_argument("--price", type=float, metavar="USD", help="price of one device for one hour")
 
@@ -154,7 +140,7 @@ def _add_data(commands: Any) -> None:
     check.add_argument("--format", choices=formats, default="llava", help="of FILE (default: llava)")
     check.add_argument("--report", metavar="JSON", help="write the whole report here as well")
     check.add_argument("--decode", type=int, default=64, metavar="N", help="examples to open fully; more where faults are found (default: 64)")
-    _add_run_options(check)
+    add_run_options(check)
     shards = _command(kinds, "shards", _data_shards, "Write or check tar shards: samples, bad members, fields, per shard.")
     shards.add_argument("pattern", help="folder, file, URL or brace pattern: data/{000..012}.tar; with --from the folder to write")
     shards.add_argument("--from", dest="source", metavar="FILE", help="pairs to write as shards: a csv, llava, parquet or pack source")
@@ -168,12 +154,14 @@ def _add_data(commands: Any) -> None:
 
 
 def _add_train(commands: Any) -> None:
-    _add_run_options(_command(commands, "train", _train, "Train one stage of a model."))
+    parser = _command(commands, "train", _train, "Train one stage of a model.")
+    add_run_options(parser)
+    add_machine(parser)
 
 
 def _add_eval(commands: Any) -> None:
     parser = _command(commands, "eval", _eval, "Score a trained run beside its baselines.")
-    _add_run_options(parser, stage="eval")
+    add_run_options(parser, stage="eval")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="score these (default: the preset's)")
     parser.add_argument("--limit", type=int, metavar="N", help="documents of each task")
     parser.add_argument("--start-from", metavar="PATH", help="run folder or export to score (default: the newest stage of the preset)")
@@ -181,7 +169,8 @@ def _add_eval(commands: Any) -> None:
 
 def _add_launch(commands: Any) -> None:
     parser = _command(commands, "launch", _launch, "Train on this machine, a SLURM cluster or a TPU pod.")
-    _add_run_options(parser)
+    add_run_options(parser)
+    add_machine(parser)
     parser.add_argument("--target", choices=("local", "slurm", "tpu"), default="local")
     for name in ("slurm", "tpu"):
         parser.add_argument(f"--{name}", action="store_const", const=name, dest="target", help=f"the same as --target {name}")
@@ -223,45 +212,6 @@ def _add_notebook(commands: Any) -> None:
     demo.add_argument("--clip", default="clip-tiny", metavar="NAME")
 
 
-# ---------------------------------------------------------------- what the options mean
-
-
-def run_of(options: argparse.Namespace) -> RunConfig:
-    """The run that the options describe; ConfigError names the option at fault."""
-    from mmkit.notebook.parameters import assemble, backend_settings
-
-    overrides = dict(_pair(text, "--set") for text in options.set)
-    named = {
-        "processes": options.processes,
-        "steps": options.steps,
-        "root": options.run_dir,
-        "name": options.name,
-        "resume": options.resume,
-    }
-    overrides |= {name: value for name, value in named.items() if value is not None}
-    if options.dry_run:
-        overrides["dry_run"] = True
-    if options.config:
-        if options.model or getattr(options, "stage", None):
-            raise ConfigError("--config already says which model and stage; leave out --model and --stage")
-        if not Path(options.config).is_file():
-            raise ConfigError(f"no config file {options.config}; a run folder holds one as config.yaml")
-        run = load_file(options.config)
-        overrides |= backend_settings(options.backend or "", "--backend")
-        return changed(run, **{name.replace(".", "__"): value for name, value in overrides.items()}) if overrides else run
-    where = {"model": options.model, "backend": options.backend}
-    overrides |= {name: value for name, value in where.items() if value}
-    stage = options.fixed_stage or options.stage or "pretrain"
-    return assemble(overrides, stage, "the command line")
-
-
-def _pair(text: str, option: str) -> tuple[str, str]:
-    name, sign, value = text.partition("=")
-    if not sign or not name:
-        raise ConfigError(f"{option} {text}: write it as key=value")
-    return name.strip(), value
-
-
 # ---------------------------------------------------------------- commands
 
 
@@ -291,11 +241,17 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from mmkit.launch.machine import machine_of
+    from mmkit.launch.overview import overview
     from mmkit.launch.preflight import plan_of
     from mmkit.launch.requirements import beside
+    from mmkit.notebook.tables import text
 
-    named = {name: getattr(options, name) for name in ("device", "devices", "samples", "price")}
-    plan = plan_of(run_of(options), **named)
+    machine = machine_of(options.machine)
+    if options.all:
+        print(text(overview([options.model] if options.model else (), options.stage or "finetune", machine)))
+        return 0
+    plan = plan_of(run_of(options), machine=machine, samples=options.samples, price=options.price)
     print(f"{plan}\n\n{beside(plan)}")
     return 0
 
@@ -311,14 +267,18 @@ def _get(options: argparse.Namespace) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from mmkit.launch.launch import is_worker, launch
+    from mmkit.launch.machine import machine_of
     from mmkit.launch.preflight import preflight
     from mmkit.notebook.progress import Progress
+    from mmkit.sharding.environment import process_environment
 
     run = run_of(options)
     if is_worker():
-        launch(run)
+        result = launch(run)
+        if process_environment(os.environ).rank == 0:  # for the job's log
+            print(result)
         return 0
-    report = preflight(run)
+    report = preflight(run, machine_of(options.machine))
     if run.dry_run:
         print(report)
         return 0
@@ -332,13 +292,14 @@ def _train(options: argparse.Namespace) -> int:
 def _launch(options: argparse.Namespace) -> int:
     if options.target == "local":
         return _train(options)
-    run, wanted = run_of(options), dict(_pair(text, "--option") for text in options.option)
-    from mmkit.launch.preflight import check_stage
+    run, wanted = run_of(options), target_options(options)
     from mmkit.training.assemble import check
+    from mmkit.training.same_run import check_same_run
 
-    check_stage(run)
     check(run)  # before a job waits in a queue
     show = options.show or run.dry_run
+    if not show:
+        check_same_run(run)
     return {"slurm": _launch_slurm, "tpu": _launch_tpu}[options.target](run, wanted, show)
 
 
@@ -359,8 +320,7 @@ def _launch_slurm(run: RunConfig, wanted: dict[str, str], show: bool) -> int:
 def _launch_tpu(run: RunConfig, wanted: dict[str, str], show: bool) -> int:
     from mmkit.launch import tpu
 
-    target = checked(tpu.TpuConfig, wanted, "--option")
-    return tpu.start(run, target, show=show)
+    return tpu.start(run, checked(tpu.TpuConfig, wanted, "--option"), show=show)
 
 
 def _data_demo(options: argparse.Namespace) -> int:
@@ -466,14 +426,12 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _figures(options: argparse.Namespace) -> int:
-    from mmkit.figures.gallery import FIGURES
+    from mmkit.figures.gallery import FIGURES, chosen
 
     if options.list:
         print("\n".join(FIGURES))
         return 0
-    if unknown := [name for name in options.names if name not in FIGURES]:
-        raise ConfigError(f"no figure {unknown[0]!r}{nearest(unknown[0], FIGURES)}; `mmkit figures --list` names them")
-    for name in options.names or FIGURES:
+    for name in chosen(options.names or FIGURES):
         print(FIGURES[name]().save(options.out))
     return 0
 
@@ -487,8 +445,7 @@ def _notebook_demo(options: argparse.Namespace) -> int:
 def _notebook_run(options: argparse.Namespace) -> int:
     from mmkit.notebook.runner import find_notebook, run_notebook
 
-    values = read_values(options.parameters) if options.parameters else {}
-    values |= {name: value for name, value in options.parameter}
+    values = (read_values(options.parameters) if options.parameters else {}) | dict(options.parameter)
     outcome = run_notebook(find_notebook(options.notebook), options.output, values, autosave=options.autosave, timeout=options.timeout)
     print(f"{ERROR_PREFIX}{outcome.message}" if outcome.code else f"done in {outcome.seconds:.0f} s", file=sys.stderr)
     print(outcome.notebook)

@@ -245,7 +245,7 @@ class CheckpointConfig(Settings):
     best_metric: str | None = None  # the value of metrics.jsonl that decides the best checkpoint and a plateau; None = no best, eval_loss
     best_mode: Literal["min", "max"] = "min"  # whether less or more is better
     background: bool = False  # copy to host, write while training goes on
-    on_disk_full: Literal["stop", "continue"] = "stop"  # where a checkpoint cannot be written for want of space
+    on_disk_full: Literal["stop", "continue"] = "stop"  # where the storage refuses a checkpoint; any other failure stops
 
 
 class ContrastiveConfig(Settings):

@@ -18,9 +18,9 @@ from typing import Any
 
 from mmkit.cache import cache_root
 from mmkit.config import ConfigError
-from mmkit.launch.preflight import host_memory, nvidia_gpus
+from mmkit.launch.machine import GIB, VARIABLE, machine_of, this_cpu, tpu_chips
+from mmkit.launch.nvidia import nvidia_gpus
 from mmkit.notebook.tables import html, text
-from mmkit.sharding.plan import GIB
 
 OK, NOTE, FAULT = "ok", "note", "FAULT"
 
@@ -61,6 +61,8 @@ class Report:
     def __str__(self) -> str:
         return f"{text(self.rows())}\n{self.verdict()}"
 
+    __repr__ = __str__
+
 
 def examine() -> Report:
     """Looks at the machine, the packages, the accelerators, the compilers, the offline packs and the schedulers."""
@@ -77,16 +79,30 @@ def _python() -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = host_memory()
-    small = memory < 6 * GIB
+    cpu = this_cpu()
+    small = cpu.memory < 6 * GIB
     remedy = "the demo needs about 5 GB: close other programs or take smaller settings (data.max_length)" if small else ""
-    yield Finding("cpu and memory", NOTE if small else OK, f"{cores} cores, {memory / GIB:.1f} GiB, {platform.machine()}", remedy)
-    gpus = nvidia_gpus()
-    found = ", ".join(f"{name} {size / GIB:.0f} GiB" for name, size in gpus)
-    yield _optional("NVIDIA GPUs", found, "runs marked for GPUs or TPUs can be planned and dry-run here")
-    host = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
-    yield _optional("TPU", "a TPU host" * host, "`mmkit launch --target tpu` drives one from here")
+    found = f"{cpu.cores} cores, {cpu.memory / GIB:.1f} GiB, {platform.machine()}"
+    yield Finding("cpu and memory", NOTE if small else OK, found, remedy)
+    gpus, trouble = nvidia_gpus()
+    names = ", ".join(f"{gpu.name} {gpu.profile} {gpu.memory / GIB:.0f} GiB".replace("  ", " ") for gpu in gpus)
+    if trouble:
+        remedy = "put the driver right (nvidia-smi must list the GPUs), or hide them: CUDA_VISIBLE_DEVICES="
+        yield Finding("NVIDIA GPUs", FAULT, "; ".join(filter(None, (names, trouble))), remedy)
+    else:
+        yield _optional("NVIDIA GPUs", names, "runs marked for GPUs or TPUs can be planned and dry-run here")
+    chips = tpu_chips()
+    yield _optional("TPU", f"{len(chips)} {chips[0]} chips of this host" if chips else "", "`mmkit launch --target tpu` drives one from here")
+    try:
+        machine = machine_of()
+    except ConfigError as error:
+        yield Finding("machine", FAULT, os.environ.get(VARIABLE, ""), str(error))
+        return
+    told = f"{machine.name}: {machine.devices} x {machine.device}, {machine.memory / GIB:.1f} GiB each" if machine.kind != "cpu" else machine.name
+    links = f"; {machine.link / 1e9:.0f} GB/s to others of its host" if machine.devices_per_host > 1 else ""
+    links += f", {machine.between_hosts / 1e9:.3g} GB/s between {machine.hosts} hosts" if machine.hosts > 1 else ""
+    elsewhere = f"named by {VARIABLE}: runs are planned for it, and train only where it is" if machine.named else ""
+    yield Finding("machine", NOTE if machine.named else OK, told + links, elsewhere)
 
 
 def _optional(what: str, found: str, otherwise: str) -> Finding:
@@ -140,7 +156,7 @@ def _torch() -> Iterator[Finding]:
     import torch
 
     yield Finding("torch", OK, f"{torch.__version__}, {torch.get_num_threads()} threads")
-    gpus, built = nvidia_gpus(), torch.version.cuda
+    (gpus, _), built = nvidia_gpus(), torch.version.cuda
     if gpus and not built:
         yield Finding("CUDA build", FAULT, "torch without CUDA on a machine with GPUs", "pip install torch==2.9.1 from the default index")
     flags = getattr(torch.backends.cpu, "get_cpu_capability", lambda: "unknown")()

@@ -221,7 +221,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "ddp_find_unused_parameters": ("train.allow_no_grad", "patterns of tensors that may stay without a gradient"),
     "ddp_timeout": ("backend.kind", ""),
     "horovod": ("backend.kind", "torch, deepspeed or xla"),
-    "device": ("backend.kind", "the accelerator of this machine is found"),
+    "device": ("backend.kind", "the accelerator of this machine is found; a plan is made for another by --machine"),
     "use_cpu": ("backend.kind", "the accelerator of this machine is found; hide it by CUDA_VISIBLE_DEVICES="),
     "no_cuda": ("backend.kind", "the accelerator of this machine is found; hide it by CUDA_VISIBLE_DEVICES="),
     "tpu_num_cores": ("backend.xla_devices", "of all hosts"),

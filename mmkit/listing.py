@@ -20,7 +20,7 @@ EXAMPLES = {  # command -> what its --help shows
     "doctor": "mmkit doctor",
     "settings": "mmkit settings lora --model tiny --stage finetune",
     "list": "mmkit list models",
-    "plan": "mmkit plan --model 13b --stage finetune --device a100-80gb --devices 64",
+    "plan": "mmkit plan --model 13b --stage finetune --machine 8xa100-80gb",
     "get": "mmkit get 8b --dry-run",
     "data demo": "mmkit data demo easy_vqa",
     "data check": "mmkit data check my.json --images pics --model 8b",

@@ -25,7 +25,7 @@ import fsspec
 
 from mmkit.cache import atomic_folder, cache_root
 from mmkit.config import ConfigError
-from mmkit.errors import UserError
+from mmkit.errors import Unusable, UserError, writing
 
 log = logging.getLogger(__name__)
 
@@ -107,15 +107,16 @@ class Store:
             self._tried(lambda: self.fs.pipe_file(place, data), name)
             return
         part = f"{place}.part"
-        Path(place).parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with self.fs.open(part, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, place)
-        finally:
-            Path(part).unlink(missing_ok=True)
+        with writing(self.path(name), "root=FOLDER"):
+            Path(place).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with self.fs.open(part, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(part, place)
+            finally:
+                Path(part).unlink(missing_ok=True)
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         """The bytes of a file, or ``length`` of them from ``start``."""
@@ -124,7 +125,7 @@ class Store:
         if self.remote:
             part = {} if not start and length is None else {"start": start, "end": None if length is None else start + length}
             return self._tried(lambda: self.fs.cat_file(self._inner(name), **part), name)
-        with self.fs.open(self._inner(name), "rb") as file:
+        with self._tried(lambda: self.fs.open(self._inner(name), "rb"), name) as file:
             file.seek(start)
             return file.read() if length is None else file.read(length)
 
@@ -133,7 +134,7 @@ class Store:
         try:
             self.fs.invalidate_cache()
             return self._tried(lambda: self.fs.size(self._inner(name)), name)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def folders(self) -> list[str]:
@@ -154,7 +155,11 @@ class Store:
 
     def make(self, name: str = "") -> None:
         """Creates a folder and those above it."""
-        self._tried(lambda: self.fs.makedirs(self._inner(name), exist_ok=True), name)
+        if self.remote:
+            self._tried(lambda: self.fs.makedirs(self._inner(name), exist_ok=True), name)
+            return
+        with writing(self.path(name), "root=FOLDER"):
+            self.fs.makedirs(self._inner(name), exist_ok=True)
 
     def upload(self, folder: Path, name: str, last: str) -> None:
         """Puts a local folder in the place of the folder ``name``; its file ``last``, which says that it is complete, goes last."""
@@ -201,7 +206,12 @@ class Store:
         return f"{self.base}/{name}" if name else self.base
 
     def _tried(self, action: Callable[[], Any], name: str) -> Any:
-        return retried(action, self.path(name)) if self.remote else action()
+        if self.remote:
+            return retried(action, self.path(name))
+        try:
+            return action()
+        except PermissionError as error:
+            raise Unusable(f"{self.path(name)} cannot be read: {error.strerror}; change its owner or mode, or use another folder") from error
 
 
 def fetched(source: str | os.PathLike) -> Path:

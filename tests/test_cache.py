@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mmkit.cache import atomic_folder, atomic_write, cache_root
+from mmkit.errors import Unusable
 
 
 def test_the_cache_root_is_the_variable_or_the_home_folder(monkeypatch):
@@ -42,3 +43,9 @@ def test_an_interrupted_file_leaves_the_old_one(tmp_path):
         raise RuntimeError
     assert (tmp_path / "file").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_cache_that_cannot_be_made_is_an_error_with_the_way_out(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(Unusable, match="a file stands in the place of a folder; .*MMKIT_CACHE"), atomic_folder(tmp_path / "file" / "pack"):
+        pass

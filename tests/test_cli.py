@@ -110,7 +110,7 @@ def test_without_a_command_the_help_is_shown_and_the_code_is_2(capsys):
         (["train", "--model", "8b-debug", "--set", "lr=fast"], "lr = 'fast'"),
         (["train", "--model", "8b-debug", "--backend", "zero4"], "did you mean 'zero"),
         (["train", "--model", "8b-debug", "--config", "x.yaml"], "leave out --model"),
-        (["plan", "--model", "8b-debug", "--device", "a100"], "did you mean 'a100-"),
+        (["plan", "--model", "8b-debug", "--machine", "a100"], "did you mean 'a100-"),
         (["get", "13c"], "did you mean '13b'"),
         (["figures", "cambrian_benchmark"], "did you mean 'cambrian_benchmarks'"),
         (["notebook", "run", "03_finetun"], "03_finetune.ipynb"),
@@ -160,7 +160,7 @@ def test_a_dry_run_of_a_model_too_large_ends_well_and_a_real_one_says_why(capsys
 
 
 def test_plan_on_named_devices_says_time_and_cost(capsys):
-    assert cli.main(["plan", "--model", "8b-debug", "--device", "tpu-v4", "--samples", "1000", "--price", "3"]) == 0
+    assert cli.main(["plan", "--model", "8b-debug", "--machine", "v4-8", "--samples", "1000", "--price", "3"]) == 0
     assert "TPU v4" in capsys.readouterr().out
 
 

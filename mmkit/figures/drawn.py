@@ -28,12 +28,16 @@ class Drawn:
         store.write(f"{self.name}.csv", f"# {self.source}\n{self.table.to_csv(index=False)}".encode())
         return store.path(f"{self.name}.png")
 
+    def __repr__(self) -> str:
+        return f"figure {self.name}, {len(self.table):,} rows of numbers ({self.source})"
+
     def _repr_png_(self) -> bytes:
         return self._png(90)
 
     def _png(self, dpi: int) -> bytes:
         buffer = io.BytesIO()
-        self.figure.savefig(buffer, format="png", dpi=dpi, bbox_inches="tight")
+        # on white whatever the user's style: dark text on a notebook's dark ground cannot be read
+        self.figure.savefig(buffer, format="png", dpi=dpi, bbox_inches="tight", facecolor="white")
         return buffer.getvalue()
 
 

@@ -16,6 +16,6 @@ def techniques() -> Drawn:
         claim = f", claimed {row.claimed_percent}" if isinstance(row.claimed_percent, str) and row.claimed_percent else ""
         ax.text(max(row.saved_percent, 0) + 1, place, f"{row.saved_percent:.0f}%{claim}", va="center", fontsize=8)
     ax.invert_yaxis()
-    ax.set(xlabel="saved against the baseline (%; negative: costs more)", xlim=(min(-40, rows.saved_percent.min() - 5), 135))
+    ax.set(xlabel="saved against the baseline (%; negative: costs more)", xlim=(min(-40, rows.saved_percent.min() - 5), 240))
     ax.tick_params(axis="y", labelsize=8)
     return Drawn("techniques", figure, rows, source("measured_techniques"))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmkit.cache import cache_root
 from mmkit.config import ConfigError, RunConfig
-from mmkit.sharding.plan import Plan
+from mmkit.launch.plan import Plan
 from mmkit.storage import is_remote
 
 if TYPE_CHECKING:

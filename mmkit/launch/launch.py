@@ -13,8 +13,8 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,20 +22,23 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from mmkit.config import BackendConfig, ConfigError, RunConfig, to_yaml
-from mmkit.errors import UserError
+from mmkit.errors import InputError, UserError
 from mmkit.storage import Store
+from mmkit.notebook.tables import html
 from mmkit.training.interrupt import Interrupt
 
 Record = dict[str, Any]
 WORKER = "MMKIT_WORKER"  # set in a child: train here, start nothing; the process id of whoever watches it, 1 where nobody does
 ORPHAN_GRACE = 60.0  # seconds that a training process has for its last checkpoint once its launcher is gone
 ERROR_PREFIX = "mmkit: error: "  # how the command line prints a user's error
+ERROR_OF_CHILD = "mmkit: error as JSON: "  # how a child of `launch` does: one line, however many lines the message has
 POLL = 0.5  # seconds between looks at metrics.jsonl
 log = logging.getLogger(__name__)
 
@@ -46,45 +49,70 @@ class LaunchError(UserError, RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """What a run left behind, read from its folder."""
+    """What a run left behind, read from its folder: of the whole training, however often it was resumed, and of this call."""
 
     run: RunConfig
     folder: str  # a path or URL
-    steps: int
+    steps: int  # made in all, by this call and those it resumed
     last: Record  # the last line of metrics.jsonl
     export: str | None  # the folder that `from_pretrained` reads
-    seconds: float
-    stopped: bool = False  # it was interrupted, and can be resumed
+    seconds: float  # of this call, with all that is done beside training
+    stopped: bool = False  # before its last step: interrupted, or by the stability guard
+    told: str = ""  # what the user is to know of how it ended
+    made: int = 0  # steps of this call
+    trained_seconds: float = 0.0  # of all steps, with their evaluations and checkpoints
+    mean_loss: float | None = None  # over the last tenth of the steps
+    changes: tuple[str, ...] = ()  # settings that changed where this call resumed
 
     def numbers(self) -> dict[str, Any]:
-        """What a notebook records of it, named by model and stage."""
+        """What a notebook records of it, named by model and stage: of the whole training, so that a call that found it finished records
+        the same. Empty for a dry run."""
+        if self.run.dry_run:
+            return {}
         start = f"{self.run.preset}_{self.run.stage}"
         found = {
             "steps": self.steps,
             "loss": self.last.get("loss"),
-            "seconds": round(self.seconds, 1),
+            "loss_last_tenth": self.mean_loss,
+            "seconds": round(self.trained_seconds, 1),
             "export": self.export,
         }
         return {f"{start}_{name}": value for name, value in found.items() if value is not None}
 
     def __str__(self) -> str:
-        what = "dry run: no steps were made" if self.run.dry_run else f"{self.steps} steps in {self.seconds:.0f} s"
-        ending = ", stopped early: the same command resumes it" if self.stopped else ""
-        loss = f", loss {self.last['loss']:.4f}" if isinstance(self.last.get("loss"), (int, float)) else ""
-        return f"{self.run.preset}/{self.run.stage}: {what}{loss}{ending}; in {self.folder}"
+        if self.run.dry_run:
+            return f"{self.run.preset}/{self.run.stage}: dry run: no steps were made; in {self.folder}"
+        what = f"{self.made} steps in {self.seconds:.0f} s"
+        if not self.made and self.steps and not self.stopped:
+            from mmkit.training.same_run import already_done
+
+            what = already_done(self.steps, self.run.train.steps or self.last.get("total_steps", self.steps))
+        elif self.made != self.steps:
+            what += f", {self.steps} in all"
+        if isinstance(self.last.get("loss"), (int, float)):
+            what += f", loss {self.last['loss']:.4f}" + (f" (last tenth {self.mean_loss:.4f})" if self.mean_loss is not None else "")
+        ending = ", stopped early" if self.stopped else ""
+        told = self.told or ("the same command or cell resumes it" if self.stopped else "")
+        changes = "".join(f"\n{change}" for change in self.changes)
+        return f"{self.run.preset}/{self.run.stage}: {what}{ending}; in {self.folder}" + (f"\n{told}" if told else "") + changes
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = [{"what": name.removeprefix(f"{self.run.preset}_{self.run.stage}_"), "value": value} for name, value in self.numbers().items()]
+        return f"<p>{escape(str(self))}</p>{html(rows)}"
 
 
 def launch(run: RunConfig, on_log: Callable[[Record], None] | None = None) -> Launched:
     """Runs the training of ``run`` to its end, wherever its backend belongs, and returns what it left.
 
-    ``on_log`` gets each new record of metrics.jsonl. Raises ConfigError for a setting that cannot work here and LaunchError when
-    a process fails otherwise.
+    ``on_log`` gets each new record of metrics.jsonl. Raises InputError (ConfigError among them) for what cannot work here and
+    LaunchError when a process fails otherwise.
     """
     started = time.monotonic()
     if run.dry_run:
-        return _left_by(run, started, stopped=False)
+        return _left_by(run, started, [], stopped=False)
+    before = read_metrics(run.folder)
     command = child_command(run)
     if command is None:
         end_with(int(os.environ.get(WORKER, "1")))
@@ -92,7 +120,7 @@ def launch(run: RunConfig, on_log: Callable[[Record], None] | None = None) -> La
     else:
         _refuse_held_devices(run)
         stopped = _watch_child(run, command, on_log)
-    return _left_by(run, started, stopped)
+    return _left_by(run, started, before, stopped)
 
 
 def is_worker() -> bool:
@@ -306,13 +334,22 @@ def end_with(launcher: int) -> threading.Thread | None:
     return thread
 
 
+def tell(error: Exception) -> None:
+    """Writes a user's error to standard error: the message for people, one line of JSON for the process that `launch`ed this one."""
+    # a job script and a TPU host name 1 as the launcher: nobody but people reads their output
+    read_by_launch = os.environ.get(WORKER, "1") != "1"
+    # one write, so that the lines of several processes do not mix
+    sys.stderr.write((f"{ERROR_OF_CHILD}{json.dumps(str(error))}" if read_by_launch else f"{ERROR_PREFIX}{error}") + "\n")
+
+
 def _raise_for(code: int, output: str, asked: bool) -> None:
-    """ConfigError with the child's own message when the user's input was wrong, LaunchError otherwise, nothing on success."""
+    """InputError with the child's own message, all its lines, when the user's input was wrong, LaunchError otherwise, nothing on success."""
     if code == 0 or (asked and code in (-signal.SIGINT, 130)):
         return
-    told = re.findall(rf"^(?:\[[^\]]*\]:)?{re.escape(ERROR_PREFIX)}(.*)$", output, flags=re.MULTILINE)
-    if told:
-        raise ConfigError(told[0])
+    for line in output.splitlines():
+        # torchrun may put the rank before a line; of several ranks the first to fail knows best
+        if ERROR_OF_CHILD in line:
+            raise InputError(json.loads(line.partition(ERROR_OF_CHILD)[2]))
     last = "\n".join(collections.deque(output.splitlines(), maxlen=30))
     raise LaunchError(f"training ended with exit code {code}; its last lines:\n{last}")
 
@@ -320,8 +357,22 @@ def _raise_for(code: int, output: str, asked: bool) -> None:
 # ---------------------------------------------------------------- what a run left
 
 
-def _left_by(run: RunConfig, started: float, stopped: bool) -> Launched:
+def _left_by(run: RunConfig, started: float, before: list[Record], stopped: bool) -> Launched:
+    """What lies in the run folder now; ``before`` is what metrics.jsonl held when the call began."""
+    from mmkit.training.same_run import told
+
     records = [] if run.dry_run else read_metrics(run.folder)
+    # lines that the call found and kept; those behind them are its own, whatever process wrote them (rewound lines are gone)
+    kept = next((place for place, (old, new) in enumerate(zip(before, records)) if old != new), min(len(before), len(records)))
+    losses = [float(record.get("loss", "nan")) for record in records[-max(len(records) // 10, 1) :]]
+    mean = sum(losses) / max(len(losses), 1)
+    spent = [float(record.get(name, 0)) for record in records for name in ("seconds", "eval_seconds", "save_seconds")]
+    known = not run.dry_run and Store(run.folder).size("environment.json") is not None
+    facts = json.loads(Store(run.folder).read("environment.json")) if known else {}
+    history = facts.get("history", ()) if kept < len(records) else ()
+    ended = facts.get("ended") or {}
+    if not records or ended.get("step") != records[-1]["step"]:  # of a process that was ended before it could say how
+        ended = {}
     export = f"{run.folder}/export"
     return Launched(
         run=run,
@@ -330,7 +381,12 @@ def _left_by(run: RunConfig, started: float, stopped: bool) -> Launched:
         last=records[-1] if records else {},
         export=export if not run.dry_run and Store(export).size("config.json") is not None else None,
         seconds=time.monotonic() - started,
-        stopped=stopped,
+        stopped=stopped or ended.get("reason", "done") != "done",
+        told=ended.get("told", ""),
+        made=len(records) - kept,
+        trained_seconds=sum(spent),
+        mean_loss=mean if losses and math.isfinite(mean) else None,
+        changes=tuple(told(entry) for entry in history if entry["step"] == records[kept]["step"] - 1),
     )
 
 

@@ -6,29 +6,21 @@ The model is built on the meta device, full-sized and without a byte of weights,
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
-import os
-import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
-from mmkit.config import STAGES, ConfigError, DataConfig, RunConfig, SourceConfig, load
+from mmkit.config import STAGES, ConfigError, DataConfig, RunConfig, SourceConfig
+from mmkit.launch.machine import Machine, check_is_here, machine_of
+from mmkit.launch.plan import Part, Plan, Row, count_parts, make_plan
+from mmkit.notebook.tables import html, text
 from mmkit.presets import preset_tree, presets
-from mmkit.sharding.plan import Machine, Part, Plan, Row, accelerator, count_parts, make_plan, size
 
 if TYPE_CHECKING:
     from mmkit.data.check import Report
     from mmkit.data.conversation import Formatter
     from mmkit.launch.requirements import Requirement
 
-log = logging.getLogger(__name__)
 TRAINING, VALIDATION = "training", "validation"
 
 
@@ -67,37 +59,42 @@ class Preflight:
         return "".join(f"{table}\n" for table in tables if table)
 
     def _repr_html_(self) -> str:
-        from mmkit.notebook.tables import html
-
-        return f"<pre>{self.plan}</pre>" + "".join(html(rows, caption) for caption, rows in self._tables())
+        return self.plan._repr_html_() + "".join(html(rows, caption) for caption, rows in self._tables())
 
     def __str__(self) -> str:
-        from mmkit.notebook.tables import text
-
         return "\n".join([str(self.plan), *(f"\n{caption}\n{text(rows)}" for caption, rows in self._tables())])
+
+    __repr__ = __str__
 
 
 def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
-    """Counts the model of ``run``, plans it, looks at its data, and raises TooLargeError where it cannot run here.
+    """Counts the model of ``run``, plans it for ``machine`` (None: that of MMKIT_MACHINE, else this one), looks at its data and at the
+    stage before, and raises TooLargeError where it cannot run there.
 
     ConfigError for what training itself would refuse: settings that cannot work together, names of what the model lacks, a schedule or best
-    checkpoint that watches what is not measured, held-out data that are trained on, a disk that cannot hold two checkpoints.
+    checkpoint that watches what is not measured, held-out data that are trained on, a disk that cannot hold two checkpoints, a machine
+    given by name that is not this one.
     A dry run is never too large: it is meant for looking at a model on a machine that cannot hold it. Nothing is downloaded.
     """
     from mmkit.launch.disk import check_disk, disk_rows
     from mmkit.launch.requirements import missing, told
-    from mmkit.training import assemble, validation, weights
+    from mmkit.training import assemble, same_run, validation, weights
 
     check_stage(run)
+    machine = machine or machine_of()
+    if not run.dry_run:
+        check_is_here(machine)
     trains = run.stage != "eval"
     if trains:
         assemble.check(run)
         validation.check(run, tasks=run.model.kind == "clip")
+        same_run.check_same_run(run)
     module = build_meta(run)
     adapters = weights.check_scope(module, run.train, weights.model_file(run).COMPONENTS) if trains else ()
-    plan = make_plan(_spelt_out(run), count(run, module), machine or this_machine(run.devices))
+    plan = make_plan(spelt_out(run), count(run, module), _machine_for(run, machine))
     if not run.dry_run:
         plan.check()
+    check_start(run)
     needs = missing(run)
     try:
         sources, samples = data_rows(run)
@@ -111,24 +108,46 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     return Preflight(run, plan, tuple(sources), tuple(adapters), tuple(shapes), needs, tuple(disk_rows(plan, needs)))
 
 
+def check_start(run: RunConfig) -> None:
+    """ConfigError, with what makes it, where the export that ``run`` starts from or scores is missing or of an unfinished
+    run; a dry run counts it among what is missing. CheckpointError where the run in the folder began with another."""
+    from mmkit.evaluation.scoring import export_of
+    from mmkit.training import same_run, weights
+
+    try:
+        export = export_of(run) if run.stage == "eval" else weights.parent_export(run)
+    except ConfigError:
+        if not run.dry_run:
+            raise
+        return
+    if run.stage != "eval":
+        same_run.check_start(run, export)
+
+
 def plan_of(
     run: RunConfig,
     *,
     machine: Machine | None = None,
-    device: str | None = None,
-    devices: int | None = None,
     samples: int | None = None,
     price: float | None = None,
 ) -> Plan:
-    """The plan of a run on ``machine``, on named accelerators, or (neither given) on this machine. Data that is not here
-    yet is not made. ConfigError for a stage that the preset does not have, or names of what the model lacks."""
+    """The plan of a run on ``machine``, or where none is given on this one. Data that is not here yet is not made. ConfigError for a
+    stage that the preset does not have, names of what the model lacks, or what could not be exported."""
+    from mmkit.training.weights import check_exportable
+
     check_stage(run)
-    if machine is None:
-        machine = accelerator(device, devices or 1, price) if device else this_machine(devices or run.devices)
-    return make_plan(_spelt_out(run), count(run), machine, samples, row_of(run) if _data_is_here(run) else None)
+    check_exportable(run)
+    machine = dataclasses.replace(_machine_for(run, machine), price=price)
+    return make_plan(spelt_out(run), count(run), machine, samples, row_of(run) if _data_is_here(run) else None)
 
 
-def _spelt_out(run: RunConfig) -> RunConfig:
+def _machine_for(run: RunConfig, machine: Machine | None) -> Machine:
+    """The part of ``machine`` (None: that of MMKIT_MACHINE, else this one) which the run spreads over; all of a named one."""
+    machine = machine or machine_of()
+    return machine if machine.named else machine.using(run.devices)
+
+
+def spelt_out(run: RunConfig) -> RunConfig:
     """The run with a contrastive model's architecture written out, which names like ViT-B-32 stand for."""
     from mmkit.models import clip
 
@@ -175,32 +194,6 @@ def count(run: RunConfig, module: Any = None) -> tuple[Part, ...]:
     return count_parts(module, components, trained, set(layers), train.lora)
 
 
-def overview(models: Sequence[str], stage: str) -> list[dict[str, Any]]:
-    """One row a preset: its size, what one device needs at ``stage`` (or the last it trains in, where it has no such
-    stage), and whether this machine has it."""
-    rows = []
-    for name in dict.fromkeys(models):
-        has = stages_of(name)
-        trains = [each for each in ("pretrain", "finetune") if each in has]
-        at = stage if stage in has or stage == "eval" or not trains else trains[-1]
-        run = load(name, at)
-        plan = make_plan(_spelt_out(run), count(run), this_machine(run.devices))
-        need = plan.need
-        rows.append(
-            {
-                "model": name,
-                "stage": at if at == stage else f"{at} (it has no {stage})",
-                "parameters": sum(part.parameters for part in plan.parts),
-                "trainable": sum(part.trained + part.adapters for part in plan.parts),
-                "needs": size(need.total),
-                "this machine": size(plan.has),
-                "fits": plan.fits,
-                "meant for": plan.run.intended_for,
-            }
-        )
-    return rows
-
-
 def check_shapes(run: RunConfig, module: Any) -> list[dict[str, Any]]:
     """Sends one micro-batch without values through the model on the meta device; rows of what went in and came out.
 
@@ -234,71 +227,6 @@ def meta_batch(run: RunConfig) -> dict[str, Any]:
         batch["region_real"] = torch.empty(rows, regions, dtype=torch.bool, device="meta")
         batch["region_point_real"] = torch.empty(rows, regions, points, dtype=torch.bool, device="meta")
     return batch
-
-
-# ---------------------------------------------------------------- this machine
-
-
-def this_machine(devices: int = 1) -> Machine:
-    """The accelerators of this machine, or its CPU and memory; ``devices`` processes share it."""
-    gpus, share = nvidia_gpus(), max(devices, 1)
-    if gpus:
-        name, memory = gpus[0]
-        return Machine(f"{name} x {len(gpus)}", share, memory, measured=matmul_rate)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    name = f"{cores} CPU cores, no accelerator"
-    return Machine(name, share, host_memory(), shared=True, measured=lambda precision: matmul_rate(precision) / share)
-
-
-MATMUL = """
-import sys, time, torch
-precision, seconds, device = sys.argv[1], float(sys.argv[2]), "cuda" if torch.cuda.is_available() else "cpu"
-torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-size = 1024 if device == "cpu" else 8192
-half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-a, b = (torch.randn(size, size, device=device, dtype=half.get(precision)) for _ in range(2))
-wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-(a @ b, wait())
-start, products = time.perf_counter(), 0
-while time.perf_counter() - start < seconds:
-    (a @ b, wait())
-    products += 1
-print("RATE", 2 * size**3 * products / (time.perf_counter() - start))
-"""
-
-
-@functools.cache
-def matmul_rate(precision: str, seconds: float = 2.0) -> float:
-    """Operations a second of a square matrix product in ``precision``, tried for two seconds once in the life of this
-    process; 0 where it cannot be tried. A process of its own does it: the accelerator stays free for training, and no
-    setting of this process changes.
-    """
-    command = [sys.executable, "-c", MATMUL, precision, str(seconds)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    found = re.search(r"RATE (\S+)", done.stdout)
-    if not found:
-        log.warning("a matrix product in %s could not be tried here: %s", precision, done.stderr[-500:])
-    return float(found[1]) if found else 0.0
-
-
-def host_memory() -> int:
-    """Bytes of memory this process may use: the machine's, or the container's limit where that is lower."""
-    limits = [psutil.virtual_memory().total]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = Path(path).read_text().strip() if Path(path).is_file() else ""
-        limits += [int(text)] if text.isdigit() else []
-    return min(limits)
-
-
-def nvidia_gpus() -> list[tuple[str, int]]:
-    """Name and memory in bytes of each NVIDIA GPU, asked without starting CUDA in this process."""
-    tool = shutil.which("nvidia-smi")
-    if not tool:
-        return []
-    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    found = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line] if done.returncode == 0 else []
-    return [(name.strip(), int(memory) * 2**20) for name, memory in found if memory.strip().isdigit()]
 
 
 # ---------------------------------------------------------------- data

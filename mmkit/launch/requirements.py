@@ -23,9 +23,10 @@ from mmkit.data.recipe import sources_of
 from mmkit.errors import InputError
 from mmkit.launch.disk import disk_of, disk_rows, free_bytes, gb, shown_free
 from mmkit.launch.known import DATA, GRIT, PICTURES, WEIGHTS, Published
+from mmkit.launch.plan import Plan
 from mmkit.models.convert import files
 from mmkit.models.encoders import source_of
-from mmkit.sharding.plan import Plan
+from mmkit.models.exports import UnfinishedError, train_command
 from mmkit.storage import Store, is_remote
 
 HUB_TIMEOUT = 3.0  # seconds for one question to the hub; after one that was not answered no more are asked
@@ -129,10 +130,10 @@ def _weights(run: RunConfig, command: str) -> Iterator[Requirement]:
         export = export_of(run) if run.stage == "eval" else parent_export(run)
     except ConfigError as error:
         stage = "finetune" if run.stage == "eval" and run.model.kind == "vlm" else "pretrain"
-        named = f" --name {run.name}" if run.name != "default" else ""
-        made = "" if run.start_from else f"mmkit train --model {run.preset} --stage {stage}{named}"
         place = run.start_from or f"{run.root.rstrip('/')}/{run.preset}/{stage}/{run.name}/export"
-        known = Published(None, "your own", how=str(error) if run.start_from else "")
+        by_hand = run.start_from or isinstance(error, UnfinishedError)
+        made, how = ("", str(error)) if by_hand else (train_command(run, stage), "")
+        known = Published(None, "your own", how=how)
         yield Requirement("weights to start from", "weights", STAGE_BEFORE, place, known, made)
     content = json.loads(Store(export).read("config.json")) if export else None
     for what, source, whole in _parts(run, content):

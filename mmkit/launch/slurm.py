@@ -20,6 +20,7 @@ from pydantic import Field, model_validator
 from mmkit.config import ConfigError, RunConfig, Settings, changed, to_yaml
 from mmkit.errors import InputError
 from mmkit.launch.launch import follow
+from mmkit.launch.preflight import check_stage
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 
@@ -72,7 +73,9 @@ class Job:
 
 
 def for_cluster(run: RunConfig, cluster: SlurmConfig) -> RunConfig:
-    """The run with its backend spread over the job's tasks; ConfigError where the batch does not divide by them."""
+    """The run with its backend spread over the job's tasks; ConfigError where the batch does not divide by them, or for a
+    stage that the preset does not have."""
+    check_stage(run)
     if run.backend.kind == "single" and cluster.nodes * cluster.tasks_per_node > 1:
         raise ConfigError("backend.kind 'single' cannot use several tasks; set backend.kind to torch or deepspeed")
     return changed(run, backend__nodes=cluster.nodes, backend__processes=cluster.tasks_per_node)

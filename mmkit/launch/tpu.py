@@ -21,8 +21,9 @@ from pydantic import Field
 
 import mmkit
 from mmkit.config import ConfigError, RunConfig, Settings, changed, to_yaml
+from mmkit.launch.machine import METADATA, Machine, named
+from mmkit.launch.preflight import check_stage
 
-METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes"
 RUNTIMES = {  # software version of a TPU VM by the accelerator's family
     "v4": "tpu-ubuntu2204-base",
     "v5litepod": "v2-alpha-tpuv5-lite",
@@ -30,7 +31,6 @@ RUNTIMES = {  # software version of a TPU VM by the accelerator's family
     "v6e": "v2-alpha-tpuv6e",
 }
 RUNS_ON = ("xla",)  # backends that drive these devices
-CORES_A_CHIP = {"v4": 2, "v5p": 2}  # these families are named by cores, the others by chips
 FOLDER = "mmkit-run"  # on the hosts, below the home folder
 
 
@@ -52,14 +52,9 @@ class TpuConfig(Settings):
         return self.accelerator.split("-")[0]
 
     @property
-    def chips(self) -> int:
-        """Chips of the slice, each of which is one device."""
-        return max(int(self.accelerator.split("-")[1]) // CORES_A_CHIP.get(self.family, 1), 1)
-
-    @property
-    def hosts(self) -> int:
-        """Machines of the slice: four chips each, eight on small v5e and v6e slices."""
-        return 1 if self.chips <= (8 if self.family in ("v5litepod", "v6e") else 4) else self.chips // 4
+    def machine(self) -> Machine:
+        """The slice as a machine; ConfigError where its family has none of this size."""
+        return named(self.accelerator)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,14 +71,15 @@ class Step:
 
 def for_slice(run: RunConfig, target: TpuConfig) -> RunConfig:
     """The run on the devices of this slice; ConfigError where it cannot work there."""
+    check_stage(run)
     if run.backend.kind not in RUNS_ON:
         raise ConfigError(f"backend.kind {run.backend.kind!r} does not run on a TPU; use --backend xla")
-    if target.hosts > 1 and "://" not in run.root:
+    if target.machine.hosts > 1 and "://" not in run.root:
         raise ConfigError(
-            f"{target.accelerator} has {target.hosts} hosts with a disk each, and root {run.root!r} is a local folder: checkpoints would "
+            f"{target.accelerator} has {target.machine.hosts} hosts with a disk each, and root {run.root!r} is a local folder: checkpoints would "
             "be cut up between them; use --run-dir gs://BUCKET/FOLDER"
         )
-    return changed(run, backend__nodes=1, backend__processes=1, backend__xla_devices=target.chips)
+    return changed(run, backend__nodes=1, backend__processes=1, backend__xla_devices=target.machine.devices)
 
 
 def pack(target: TpuConfig, folder: Path) -> Path:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import logging
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -104,13 +106,35 @@ def check(values: dict[str, Any], known: dict[str, Parameter], source: str, sett
     return checked
 
 
+NOISE = {  # logger -> messages that say nothing to who reads them, and come with every run
+    # Where the processor has bf16 instructions, bitsandbytes looks on the hub for a faster 4-bit kernel when it is imported, as peft does
+    # for any run, warns that there is none, and computes with its own.
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    # jupyter_client interrupts a kernel before it ends it. Under papermill the kernel may then still be sending its last reply, and reports
+    # an error although every cell is done. An interrupt within a cell is shown by that cell.
+    "IPKernelApp": "KeyboardInterrupt caught in kernel",
+}
+
+
+def quiet() -> None:
+    """Keeps the messages of `NOISE` out of the log, and nothing else. To be called before the libraries are imported."""
+    for logger in NOISE:
+        logging.getLogger(logger).addFilter(_says_something)
+
+
+def _says_something(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(NOISE.get(record.name, ()))
+
+
 def begin(namespace: dict[str, Any], stage: str, also: tuple[str, ...] = ()) -> RunConfig:
     """The run that a notebook's parameters describe; call it as ``begin(globals(), stage="finetune")``.
 
     ``also`` names declared parameters that belong to the notebook alone (how many pictures to show). A value of 0, "" or {} means
-    the preset's own. The converted values replace the raw ones in ``namespace``. Paths of runs start from the checkout's root, so the
-    notebook works from ``notebooks/`` and from the root.
+    the preset's own. The converted values replace the raw ones in ``namespace``. The working folder becomes the checkout's root, so that a
+    relative path means the same file in JupyterLab, whose kernels start in ``notebooks/``, under papermill and on the command line.
     """
+    quiet()
+    os.chdir(workspace())
     known, injected = _cells_of(namespace)
     for name in known:  # a misspelt name whose value is 0 or "" must not pass for "the preset's own"
         if name not in also and name not in NOT_SETTINGS:

@@ -16,7 +16,7 @@ def record(notebook: str, run: RunConfig, results: Mapping[str, Any] | None = No
     """Writes ``record-<notebook>.json`` into the run folder and shows it as a table.
 
     ``results`` are the numbers the notebook reached; ``figures`` map a name to the path of its PNG or to the figure itself,
-    which is saved.
+    which is saved. A dry run reached none, so it leaves the record of a real one as it is.
     """
     store, name = Store(run.folder), f"record-{notebook}.json"
     saved = {
@@ -32,7 +32,8 @@ def record(notebook: str, run: RunConfig, results: Mapping[str, Any] | None = No
         "results": dict(results or {}),
         "figures": saved,
     }
-    store.write(name, (json.dumps(values, indent=1, default=str) + "\n").encode())
+    if not run.dry_run or read_record(notebook, run).get("dry_run", True):
+        store.write(name, (json.dumps(values, indent=1, default=str) + "\n").encode())
     rows = [{"what": what, "value": value} for what, value in {**values["results"], **saved, "record": store.path(name)}.items()]
     return Table(rows, f"{run.preset}/{run.stage}")
 

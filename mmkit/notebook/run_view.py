@@ -49,6 +49,8 @@ class Gallery:
     def __str__(self) -> str:
         return "\n".join(map(str, self.figures))
 
+    __repr__ = __str__
+
 
 def gallery(figures: Iterable[Any], run: RunConfig) -> Gallery:
     """Saves each figure as PNG and CSV in the run's ``figures/`` and shows them all."""

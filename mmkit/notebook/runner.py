@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from mmkit.config import ConfigError
+from mmkit.launch.launch import LaunchError
 from mmkit.notebook.parameters import check, of_notebook, workspace
 
 OK, USER_ERROR, NOTEBOOK_ERROR, KERNEL_DIED = 0, 2, 3, 4
@@ -122,11 +123,13 @@ def _execute(
         papermill.execute_notebook(
             str(marked), str(executed), values, progress_bar=False, cwd=str(path.resolve().parent), autosave_cell_every=autosave,
             execution_timeout=timeout, stdout_file=_Shown(stream, token), stderr_file=_Shown(stream, token),
-            config=Config(KernelManager={"transport": "ipc"}),  # a socket file only this user can open, not a port
+            # socket files in a folder only this user can open, not ports, nor files beside the notebook
+            config=Config(KernelManager={"transport": "ipc", "ip": f"{folder.name}/kernel"}),
         )  # fmt: skip
         code, message = OK, ""
     except papermill.PapermillExecutionError as error:
-        user = error.ename in ("ConfigError", "TooLargeError")
+        # `UserError` shows itself so, and nothing else does; what a training process died of is an error all the same
+        user = error.traceback == [f"{error.ename}: {error.evalue}"] and error.ename != LaunchError.__name__
         code = USER_ERROR if user else NOTEBOOK_ERROR
         message = error.evalue if user else f"{error.ename} in cell {_shown_cell(executed)}: {error.evalue}"
     except CellTimeoutError as error:

@@ -46,17 +46,18 @@ def shown(value: Any) -> str:
     return str(value)
 
 
+def numeric(values: Sequence[Any]) -> bool:
+    """Whether a column holds nothing but numbers."""
+    return all(value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)) for value in values)
+
+
 def html(rows: Sequence[Row], caption: str = "") -> str:
-    """The rows as an HTML table; numbers stand on the right."""
-    names = columns(rows)
-    head = "".join(f'<th style="text-align:left">{escaping.escape(name)}</th>' for name in names)
+    """The rows as an HTML table; columns of numbers stand on the right."""
+    sides = {name: "right" if numeric([row.get(name) for row in rows]) else "left" for name in columns(rows)}
+    head = "".join(f'<th style="text-align:{side}">{escaping.escape(name)}</th>' for name, side in sides.items())
     body = []
     for row in rows:
-        cells = []
-        for name in names:
-            value = row.get(name)
-            side = "right" if isinstance(value, (int, float)) and not isinstance(value, bool) else "left"
-            cells.append(f'<td style="text-align:{side}">{escaping.escape(shown(value))}</td>')
+        cells = (f'<td style="text-align:{side}">{escaping.escape(shown(row.get(name)))}</td>' for name, side in sides.items())
         body.append(f"<tr>{''.join(cells)}</tr>")
     title = f"<caption><b>{escaping.escape(caption)}</b></caption>" if caption else ""
     return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
@@ -67,11 +68,11 @@ def text(rows: Sequence[Row]) -> str:
     names = columns(rows)
     cells = [[shown(row.get(name)) for name in names] for row in rows]
     widths = [max([len(name), *(len(line[i]) for line in cells)]) for i, name in enumerate(names)]
-    numeric = [all(isinstance(row.get(name), (int, float, type(None))) for row in rows) for name in names]
+    numbers = [numeric([row.get(name) for row in rows]) for name in names]
     lines = [names, *cells]
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(line, widths, numeric, strict=True)
+            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(line, widths, numbers, strict=True)
         ).rstrip()
         for line in lines
     )

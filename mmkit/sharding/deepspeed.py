@@ -32,7 +32,7 @@ class DeepSpeedBackend(Processes, SingleBackend):
 
     def _connect(self) -> None:
         super()._connect()
-        os.environ.setdefault("DS_ACCELERATOR", self.machine.engine)
+        os.environ.setdefault("DS_ACCELERATOR", self.hardware.engine)
         os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
         import deepspeed
         from deepspeed.utils import logger

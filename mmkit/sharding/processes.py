@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmkit.sharding.environment import init_distributed
 from mmkit.sharding.exchange import exchange
-from mmkit.sharding.machine import this_machine
+from mmkit.sharding.devices import hardware_here
 
 
 class HostTalk:
@@ -70,11 +70,11 @@ class Processes(HostTalk):
     averages: int
 
     def _connect(self) -> None:
-        self.machine = this_machine(several_processes=True)
-        place = init_distributed(self.machine.transport)
+        self.hardware = hardware_here()
+        place = init_distributed(self.hardware.transport)
         self.rank, self.local_rank, self.world = place.rank, place.local_rank, place.world
         self.devices = self.averages = self.world
-        self.device = self.machine.device(self.local_rank)
+        self.device = self.hardware.device(self.local_rank)
         self._host_group = dist.new_group(backend="gloo")
 
     def sum_over_devices(self, value: Tensor | float) -> Tensor:

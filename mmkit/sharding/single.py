@@ -13,8 +13,7 @@ from mmkit.config import BackendConfig, ConfigError, Precision, TrainConfig
 from mmkit.errors import InputError
 from mmkit.sharding import moments
 from mmkit.sharding.backend import MOMENTS, Backend, Entry, Factory, Rules, named, plain_name
-from mmkit.sharding.machine import this_machine
-
+from mmkit.sharding.devices import hardware_here
 
 
 class SingleBackend(Backend):
@@ -33,8 +32,8 @@ class SingleBackend(Backend):
         _set_matmul_precision(precision)
 
     def _connect(self) -> None:
-        self.machine = this_machine()
-        self.device = self.machine.device()
+        self.hardware = hardware_here()
+        self.device = self.hardware.device()
 
     # ------------------------------------------------------------ prepare
 
@@ -227,18 +226,18 @@ class SingleBackend(Backend):
 
     def rng_state(self) -> dict[str, Any]:
         """See `Backend.rng_state`."""
-        return super().rng_state() | self.machine.rng_state(self.device)
+        return super().rng_state() | self.hardware.rng_state(self.device)
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
         """See `Backend.set_rng_state`."""
         super().set_rng_state(state)
-        self.machine.set_rng_state(self.device, state)
+        self.hardware.set_rng_state(self.device, state)
 
     # ------------------------------------------------------------ resources
 
     def peak_memory(self) -> int:
         """See `Backend.peak_memory`."""
-        return self.machine.peak_memory(self.device)
+        return self.hardware.peak_memory(self.device)
 
     def clear(self, keep_programs: bool = False) -> None:
         """See `Backend.clear`; the plain module keeps its weights and gets its own forwards back."""
@@ -247,7 +246,7 @@ class SingleBackend(Backend):
         self._overridden.clear()
         self.optimizer = self.scaler = None
         self.module = nn.Identity()
-        self.machine.free()
+        self.hardware.free()
 
 
 # ---------------------------------------------------------------- plain functions

@@ -30,7 +30,7 @@ class CopiesBackend(Processes, SingleBackend):
             return module
         self._copies = DistributedDataParallel(
             module,
-            device_ids=self.machine.wrapper_ids(self.device),
+            device_ids=self.hardware.wrapper_ids(self.device),
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
             find_unused_parameters=bool(train.allow_no_grad),
@@ -63,7 +63,7 @@ class CutBackend(Processes, SingleBackend):
 
     def _wrap(self, module: nn.Module, blocks: Sequence[str], train: TrainConfig) -> nn.Module:
         mesh = init_device_mesh(self.device.type, (self.world,))
-        policy = self.machine.offload(self.config.offload)
+        policy = self.hardware.offload(self.config.offload)
         found = blocks_of(module, blocks, "backend.strategy = fsdp shards block by block")
         for part in reversed(found):  # inner units before those that hold them
             fully_shard(part, mesh=mesh, offload_policy=policy)

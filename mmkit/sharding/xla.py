@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from mmkit.config import BackendConfig, ConfigError, TrainConfig
 from mmkit.sharding.backend import MOMENTS, Entry, Factory, Rules
 from mmkit.sharding.environment import init_distributed
-from mmkit.sharding.machine import Machine
+from mmkit.sharding.devices import Hardware
 from mmkit.sharding.processes import HostTalk
 from mmkit.sharding.single import SingleBackend, check_shapes
 
@@ -64,7 +64,7 @@ class XlaBackend(HostTalk, SingleBackend):
         from torch_xla.distributed import spmd
 
         runtime.use_spmd()
-        self.machine = Machine()
+        self.hardware = Hardware()
         self._library, self._runtime, self._spmd = torch_xla, runtime, spmd
         self.device = torch_xla.device()
         self.devices = runtime.global_runtime_device_count()

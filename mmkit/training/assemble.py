@@ -27,7 +27,7 @@ from mmkit.training.optim import optimizer_factory
 from mmkit.training.schedule import Schedule, check_lengths, watched
 from mmkit.training.stability import StabilityGuard
 from mmkit.training.weights import (
-    build_model, check_patterns, frozen_record, materialise, parent_export, prepare_model, reader, start_digests,
+    build_model, check_exportable, check_patterns, frozen_record, materialise, parent_export, prepare_model, reader, start_digests,
 )  # fmt: skip
 
 
@@ -62,6 +62,10 @@ class TrainState:
     tokens: int = 0
     precisions: list[dict] = field(default_factory=list)  # from which step on which precision was used
     history: list[dict] = field(default_factory=list)  # every resume from a checkpoint the user named, with what was changed
+    asked: RunConfig | None = None  # as the user asked for it: a rewind may have changed the precision of `run`
+
+    def __post_init__(self):
+        self.asked = self.asked or self.run
 
     @property
     def accumulation(self) -> int:
@@ -101,8 +105,11 @@ def assemble(run: RunConfig) -> TrainState:
         {"group": g["title"], "lr": g["base_lr"], "weight_decay": g["weight_decay"], "tensors": len(g["params"])}
         for g in backend.optimizer.param_groups
     ]
-    guard = StabilityGuard(run.train.stability, run.folder, backend.any_device, backend.is_main, backend.all_objects)
     checkpoints = Checkpoints(f"{run.folder}/checkpoints", run.train.checkpoint, backend)
+    guard = StabilityGuard(
+        run.train.stability, run.folder, backend.any_device, backend.is_main, backend.all_objects,
+        can_go_back=lambda step: checkpoints.at_or_before(step) is not None,
+    )  # fmt: skip
     return TrainState(
         run, backend, model, wrapped, data, Schedule(run.train.optimizer, total, watched=watched(run.train)), guard, checkpoints, total,
         accumulator(run, wrapped, objective, backend), stored, frozen, trained, tables, started_with,
@@ -123,6 +130,7 @@ def check(run: RunConfig) -> None:
         raise ConfigError(f"component {both[0]!r} is in train.trainable and in train.lora.components: train it whole or by adapters")
     if run.train.bits != 16 and (lora is None or "language" in run.train.trainable):
         raise ConfigError(f"train.bits {run.train.bits} freezes the language model: set train.lora, take language out of train.trainable")
+    check_exportable(run)
     for setting, names in (("train.trainable", run.train.trainable), ("lora.components", lora.components if lora else ())):
         if run.data.cache_features and "encoders" in names:
             raise ConfigError(f"data.cache_features keeps what frozen encoders give, but {setting} has 'encoders'; turn one of them off")

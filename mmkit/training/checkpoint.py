@@ -13,11 +13,12 @@ stored. Not here: weights for use (`models.pretrained`), and files of other prog
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import math
-import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -29,15 +30,17 @@ from torch import Tensor
 
 from mmkit.config import CheckpointConfig
 from mmkit.errors import InputError
+from mmkit.models.exports import COMPLETE
 from mmkit.storage import Store
+from mmkit.training.agreement import by_each
 
 log = logging.getLogger(__name__)
 
 VERSION = 2  # 1 told frozen weights apart by a sample of their values only
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SHARD_BYTES = 256 << 20  # a rank flushes its tensors to a file when it holds this much
-COMPLETE = re.compile(r"step-\d{8}")
 POLL_SECONDS = 0.05
+CLOSE_SECONDS = 60.0  # that a failed run gives a save in hand which waits for other ranks: they may be gone
 
 
 class CheckpointError(InputError):
@@ -60,12 +63,14 @@ def step_of(name: str) -> int:
 class Writer:
     """One rank's part of one checkpoint: collects tensors and writes them in files of bounded size.
 
-    A failing write is remembered, not raised, so that the rank goes on taking part in the collective export.
+    A failure of any kind is remembered, not raised, so that the rank goes on taking part in the collective export and
+    the others hear of it: `Checkpoints` raises it on all of them.
     """
 
     def __init__(self, store: Store, folder: str, rank: int, keep_in_memory: bool = False):
         self.store, self.folder, self.rank, self.keep = store, folder, rank, keep_in_memory
-        self.error: OSError | None = None
+        self.error: BaseException | None = None
+        self.complete = False  # it has its final name; known to the main process
         self.pending: dict[str, Tensor] = {}
         self.held = 0
         self.shards: list[tuple[str, dict[str, Tensor]]] = []
@@ -94,27 +99,28 @@ class Writer:
         """Writes the files ended so far and forgets their tensors."""
         while self.shards:
             name, tensors = self.shards.pop(0)
-            self.write(name, safetensors.torch.save(tensors))
+            # making the bytes can fail as well as writing them: it takes as much memory again
+            self.attempt(lambda name=name, tensors=tensors: self.write(name, safetensors.torch.save(tensors)))
 
     def write(self, name: str, data: bytes) -> None:
-        """One file, with its size and hash noted."""
-        self.attempt(self.store.write, f"{self.folder}/{name}", data)
+        """One file, with its size and hash noted. Raises what the store raises."""
+        self.store.write(f"{self.folder}/{name}", data)
         self.files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
     def attempt(self, function: Callable, *args) -> None:
-        """``function(*args)`` unless something failed before; an OSError is remembered."""
+        """``function(*args)`` unless something failed before; an error is remembered."""
         if self.error is None:
             try:
                 function(*args)
-            except OSError as error:
+            except Exception as error:
                 self.error = error
 
     def finish(self) -> None:
         """Writes what is left, then this rank's mark: all its files are on the disk."""
         self.flush()
         self.write_all()
-        mark = {"files": self.files, "tensors": self.tensors}
-        self.write(_mark(self.rank), json.dumps(mark).encode())
+        mark = lambda: json.dumps({"files": self.files, "tensors": self.tensors}).encode()  # noqa: E731
+        self.attempt(lambda: self.write(_mark(self.rank), mark()))
 
     def _next_file(self) -> str:
         return f"rank-{self.rank:05d}-{len(self.files) + len(self.shards):05d}.safetensors"
@@ -138,7 +144,8 @@ class Checkpoints:
         self.thread: threading.Thread | None = None
         self.abort = threading.Event()
         self.writer: Writer | None = None
-        self.step = -1
+        self.step = -1  # of the last save begun
+        self.written = -1  # of the last save that is on the disk
         self.last_save_seconds = 0.0  # how long the last save held up training
 
     # ------------------------------------------------------------ all ranks
@@ -149,8 +156,10 @@ class Checkpoints:
     ) -> bool:  # fmt: skip
         """Writes the checkpoint of ``step``. All ranks. ``state`` is JSON, the same on every rank but for nothing the resume needs.
 
-        Returns whether it was written (in the background: whether the one before was). A full disk raises CheckpointError, or
-        with ``on_disk_full: continue`` is logged and returns False; older checkpoints stay as they were.
+        Returns whether it was written (in the background: whether the one before was); where it was not, older
+        checkpoints stay as they were. A storage that does not take it (OSError: full, over quota, read-only, out of reach)
+        raises CheckpointError, or with ``on_disk_full: continue`` is logged and returns False. Anything else raises on
+        every rank, whichever it happened on: too little memory CheckpointError, a fault of the program RuntimeError.
         """
         begin = time.monotonic()
         earlier_ok = self.wait()
@@ -196,20 +205,31 @@ class Checkpoints:
         self.thread = None
         return self._settle()
 
+    def close(self) -> None:
+        """Ends this rank's part of a save that nobody waits for: the next run here would clear it away half written. No
+        collective."""
+        if self.thread is None:
+            return
+        self.thread.join(CLOSE_SECONDS if self.backend.world > 1 else None)
+        self.abort.set()
+        self.thread.join()
+        self.thread = None
+        if self.writer.error is not None:
+            log.error("the checkpoint of step %d was not written: %r", self.step, self.writer.error)
+
     def latest(self) -> str | None:
         """Path of the newest complete checkpoint, the main process's answer on every rank."""
-        steps = self.steps() if self.backend.is_main else []
-        return self.backend.broadcast(self.store.path(folder_name(steps[-1])) if steps else None)
+        return self.at_or_before(sys.maxsize)
 
     def at_or_before(self, step: int) -> str | None:
-        """Path of the newest complete checkpoint of ``step`` or earlier; later ones are removed, as a rewind leaves them behind."""
-        steps = self.backend.broadcast(self.steps() if self.backend.is_main else [])
-        if self.backend.is_main:
-            for later in (found for found in steps if found > step):
-                self.store.remove(folder_name(later))
-        self.backend.barrier()
-        kept = [found for found in steps if found <= step]
-        return self.store.path(folder_name(kept[-1])) if kept else None
+        """Path of the newest complete checkpoint of ``step`` or earlier, the main process's answer on every rank.
+
+        Removes nothing. Waits for a save in hand first: it may be the one, and must not become the newest after the run
+        has gone back behind it.
+        """
+        self.wait()
+        kept = [found for found in self.steps() if found <= step] if self.backend.is_main else []
+        return self.backend.broadcast(self.store.path(folder_name(kept[-1])) if kept else None)
 
     def is_best(self, value: float) -> bool:
         """Whether ``value`` is finite and beats the metric of every kept checkpoint; decided on the main process for all (U38)."""
@@ -238,16 +258,21 @@ class Checkpoints:
                 self.store.remove(name)
 
     def _write_and_commit(self, writer: Writer, state: dict, head: dict) -> None:
-        writer.finish()
-        if not self.backend.is_main or writer.error is not None:
-            return
-        waiting = set(range(self.backend.world))
-        while waiting and not self.abort.is_set():
-            waiting = {rank for rank in waiting if self.store.size(f"{writer.folder}/{_mark(rank)}") is None}
-            if waiting:
-                time.sleep(POLL_SECONDS)
-        if not waiting:
-            writer.attempt(self._commit, writer, state, head)
+        """The thread of a save in the background. An error that left it would be printed and forgotten."""
+        try:
+            writer.finish()
+            if not self.backend.is_main or writer.error is not None:
+                return
+            waiting = set(range(self.backend.world))
+            while waiting and not self.abort.is_set():
+                marked = {rank for rank in waiting if self.store.size(f"{writer.folder}/{_mark(rank)}") is not None}
+                waiting -= marked
+                if waiting:
+                    time.sleep(POLL_SECONDS)
+            if not waiting:
+                writer.attempt(self._commit, writer, state, head)
+        except BaseException as error:
+            writer.error = writer.error or error
 
     def _commit(self, writer: Writer, state: dict, head: dict) -> None:
         """Main process, when every rank has finished: joins the marks, writes state and manifest, gives the folder its name."""
@@ -256,10 +281,10 @@ class Checkpoints:
         manifest = {"format": "mmkit-checkpoint", "version": VERSION, **head, "tensors": tensors, "files": writer.files}
         manifest["sha256"] = _own_hash(manifest)
         writer.write("manifest.json", json.dumps(manifest, indent=1).encode())
-        if writer.error is None and not self.store.remote:
+        if not self.store.remote:
             self.store.rename(writer.folder, folder_name(head["step"]))
-        if writer.error is None:
-            self._remove_old()
+        writer.complete = True
+        self._remove_old()
 
     def _join_marks(self, folder: str) -> tuple[dict, dict]:
         files, tensors, missing = {}, {}, []
@@ -278,21 +303,39 @@ class Checkpoints:
         return files, tensors
 
     def _settle(self) -> bool:
-        """After a save, all ranks together: True, or the error of one of them raised or logged."""
-        problems = [text for text in self.backend.all_objects(str(self.writer.error or "")) if text]
+        """After a save, all ranks together: True, or the error of one of them raised on all, or logged."""
+        own, writer = self.writer.error, self.writer
+        kind = 2 if isinstance(own, OSError) else 1 if isinstance(own, MemoryError) else 0
+        everyone = self.backend.all_objects(own and (kind, str(own) if kind == 2 else repr(own)))
+        problems = [(*problem, rank) for rank, problem in enumerate(everyone) if problem]
         if not problems:
+            self.written = self.step
             return True
-        self.store.remove(self.writer.folder)
-        kept = self.backend.broadcast(self.steps() if self.backend.is_main else [])
-        message = (
-            f"checkpoint of step {self.step} could not be written to {self.store.path()}: {problems[0]}; older checkpoints are intact"
-            + (f" (latest: {folder_name(kept[-1])})" if kept else " (there are none yet)")
-        )
+        kept = ""
+        with contextlib.suppress(OSError):  # a storage that does not answer must not end a run that may go on
+            steps = self.steps() if self.backend.is_main else []
+            kept = f" (latest: {folder_name(steps[-1])})" if steps else " (there are none yet)"
+        complete, kept = self.backend.broadcast((writer.complete, kept))
+        failed = "could not be written to"
+        if complete:
+            self.written, failed = self.step, "is written, but older ones could not be removed from"
+        else:
+            with contextlib.suppress(OSError):  # the next save clears it away
+                self.store.remove(writer.folder)
+        kind, text, rank = min(problems)  # what is not the storage's stops the run, whatever else happened
+        where = f"rank {rank} of {self.backend.world}: " if self.backend.world > 1 else ""
+        message = f"checkpoint of step {self.step} {failed} {self.store.path()}: {where}{text}"
+        message += f"; older checkpoints are intact{kept}"
+        if kind == 1:
+            advice = "The host ran out of memory; train.checkpoint.background=false needs less of it"
+            raise CheckpointError(f"{message}. {advice}") from own
+        if kind == 0:
+            raise RuntimeError(message) from own
         if self.config.on_disk_full == "stop":
             raise CheckpointError(f"{message}. Free some space and resume, or set train.checkpoint.on_disk_full=continue to train on")
         if self.backend.is_main:
             log.error("%s; training goes on because train.checkpoint.on_disk_full is 'continue'", message)
-        return False
+        return complete
 
     def _metric_values(self) -> dict[int, float]:
         """Step -> value of the watched metric, for checkpoints that have a finite one: NaN compares as neither better nor worse."""
@@ -354,8 +397,8 @@ class Checkpoint:
         for name in list(self.manifest["files"])[rank::world]:
             try:
                 self._checked(name)
-            except CheckpointError as error:
-                return str(error)
+            except (OSError, CheckpointError) as error:
+                return f"{self.store.path(name)}: {error}" if isinstance(error, OSError) else str(error)
         return None
 
     def require(self, names: Iterable[str]) -> None:
@@ -436,20 +479,9 @@ _OTHER_RUN = "it belongs to a run with another model, other trained components o
 
 
 def open_verified(path: str, backend: Any) -> Checkpoint:
-    """Opens a checkpoint on every rank; the ranks share the hashing and all raise where one finds damage."""
-    checkpoint = Checkpoint(path)
+    """Opens a checkpoint on every rank; the ranks share the hashing and all raise where one finds damage or sees nothing."""
+    checkpoint = by_each(backend, path, lambda: Checkpoint(path))
     problems = [found for found in backend.all_objects(checkpoint.verify(backend.rank, backend.world)) if found]
     if problems:
         raise CheckpointError(problems[0])
     return checkpoint
-
-
-def trained_buffers(module: torch.nn.Module, plain: Callable[[str], str] = str) -> dict[str, Tensor]:
-    """Persistent buffers of modules that hold a trained parameter themselves, as a batch norm's running statistics."""
-    out = {}
-    for prefix, owner in module.named_modules():
-        if any(p.requires_grad for p in owner.parameters(recurse=False)):
-            for name, buffer in owner.named_buffers(prefix, recurse=False):
-                if name.rsplit(".", 1)[-1] not in owner._non_persistent_buffers_set:
-                    out[plain(name)] = buffer
-    return out

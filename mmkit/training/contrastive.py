@@ -163,7 +163,8 @@ class ContrastiveLoss:
 
     def _caption_loss(self, features, n_pairs):
         """Caption loss scaled so that, divided by the pairs of the global batch, it is the mean over its caption tokens."""
-        count = torch.stack([features["caption_tokens"].float(), features["caption_tokens"].new_tensor(float(n_pairs))])
+        tokens = features["caption_tokens"]
+        count = torch.stack([tokens, tokens.new_tensor(n_pairs)])  # whole numbers, which fp32 holds up to 2**24 only
         tokens, pairs = self.backend.gather(count[None], with_grad=False).sum(0)
         return features["caption_sum"].float() * (pairs / tokens.clamp(min=1))
 

@@ -12,24 +12,24 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mmkit.errors import InputError
+from mmkit.models.exports import PROVENANCE, provenance
 from mmkit.models.hollow import base_name, digest_of
 from mmkit.storage import Store
 from mmkit.training.assemble import TrainState
 
-PROVENANCE = "training.json"  # step, parent and hashes of the trained tensors
 
 
 def export(state: TrainState) -> str:
     """Writes ``export/``: weights under the model's own names, adapter, config, tokenizer; read back by `models.pretrained`.
 
-    All processes. An export of this very step is left as it is. ValueError where the trained tensors on the disk are not those in
-    memory, or where after training all of them are still what it started from (U43).
+    All processes. An export that holds the trained tensors already is left as it is. ValueError where the trained tensors on the disk are
+    not those in memory, or where after training all of them are still what it started from.
     """
     from mmkit.models.build import tokenizer
     from mmkit.models.pretrained import save_pretrained
 
     store, backend, trained = Store(state.run.folder), state.backend, {}
-    if backend.broadcast(_is_of_step(store, state.step) if backend.is_main else None):
+    if holds_trained(state, store):
         return store.path("export")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "export") if store.remote else Path(store.path("export"))
@@ -46,10 +46,23 @@ def export(state: TrainState) -> str:
     return store.path("export")
 
 
-def _is_of_step(store: Store, step: int) -> bool:
-    if store.size(f"export/{PROVENANCE}") is None or store.size("export/config.json") is None:
+def holds_trained(state: TrainState, store: Store) -> bool:
+    """Whether ``export/`` holds the trained tensors as they are now, by their hashes. All processes.
+
+    Its step says nothing: training anew under the same name passes the same steps with other weights.
+    """
+    backend, recorded = state.backend, {}
+    if backend.is_main and store.size("export/config.json") is not None:
+        facts = provenance(store.path("export"))
+        recorded = facts.get("trained", {}) if facts.get("step") == state.step else {}
+    if not backend.broadcast(bool(recorded)):
         return False
-    return json.loads(store.read(f"export/{PROVENANCE}"))["step"] == step
+    now = {}
+    for name, tensor in state.backend.full_parameters(owner=lambda index: 0):
+        if tensor is not None and name in state.trained:
+            now[name] = digest_of(tensor)
+    same = recorded == now and (store.remote or not other_in_files(Path(store.path("export")), now))
+    return backend.broadcast(same if backend.is_main else None)
 
 
 def whole_tensors(state: TrainState, trained: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
@@ -67,19 +80,23 @@ def whole_tensors(state: TrainState, trained: dict[str, str]) -> Iterator[tuple[
 
 def check_written(folder: Path, trained: dict[str, str], state: TrainState) -> None:
     """ValueError where a trained tensor in the written files is missing or another, or where none of them differs from the start."""
+    if wrong := other_in_files(folder, trained):
+        count = f"{len(wrong)} of {len(trained)}"
+        raise InputError(f"export {folder} does not hold what was trained: {count} tensors differ, first {wrong[0]!r}")
+    moved = state.step > int(state.backend.n_skipped) and bool(state.started_with)
+    if moved and all(state.started_with.get(name) == digest for name, digest in trained.items()):
+        raise InputError(f"export {folder} equals what training started from in all trained tensors: {state.step} steps changed nothing")
+
+
+def other_in_files(folder: Path, trained: dict[str, str]) -> list[str]:
+    """Names of those trained tensors (name -> hash) that the files of an export lack or hold otherwise."""
     found = {}
     for path in [*folder.glob("model*.safetensors"), *folder.glob("adapter/*.safetensors")]:
         with safe_open(path, "pt") as file:
             for stored in file.keys():  # noqa: SIM118
                 if name := _trained_name(stored, trained):
                     found[name] = digest_of(file.get_tensor(stored))
-    wrong = [name for name, digest in trained.items() if found.get(name) != digest]
-    if wrong:
-        count = f"{len(wrong)} of {len(trained)}"
-        raise InputError(f"export {folder} does not hold what was trained: {count} tensors differ, first {wrong[0]!r}")
-    moved = state.step > int(state.backend.n_skipped) and bool(state.started_with)
-    if moved and all(state.started_with.get(name) == digest for name, digest in trained.items()):
-        raise InputError(f"export {folder} equals what training started from in all trained tensors: {state.step} steps changed nothing")
+    return [name for name, digest in trained.items() if found.get(name) != digest]
 
 
 def _trained_name(stored: str, trained: dict[str, str]) -> str | None:

@@ -13,6 +13,7 @@ from torch.utils.data import ConcatDataset
 
 from mmkit.config import ConfigError, RunConfig
 from mmkit.sharding.backend import Backend, autocast
+from mmkit.sharding.devices import hardware_here
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def cached_features(run: RunConfig, model: nn.Module, source, transforms, words,
     as many pictures as one of its micro-batches has places, so that they have its kernels and fit in its
     memory. ConfigError where nothing is frozen that could be kept.
     """
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    device = hardware_here().device()
     model.eval()
     with autocast(run.train.precision, device):
         if run.model.kind == "vlm":

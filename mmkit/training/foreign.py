@@ -11,6 +11,7 @@ from mmkit.models.convert.names import ours
 from mmkit.sharding.backend import plain_name
 from mmkit.sharding.deepspeed_folder import Universal, convert, step_folder
 from mmkit.storage import is_remote
+from mmkit.training.agreement import by_each
 from mmkit.training.checkpoint import CheckpointError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def restore_foreign(state: TrainState, path: str) -> None:
         shutil.rmtree(work, ignore_errors=True)
         convert(path, work)
     state.backend.barrier()
-    found = Universal(work, path)
+    found = by_each(state.backend, str(work), lambda: Universal(work, path))
     names = _matched(found.names, set(state.trained), path)
     state.backend.import_state(lambda name: found.get(names[name], state.trained[name]), found.step)
     state.step = found.step

@@ -14,6 +14,7 @@ Accumulation and device count do not change the result. An interrupt ends the st
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -30,8 +31,10 @@ from mmkit.training.exporting import export
 from mmkit.training.gradients import check_reached
 from mmkit.training.interrupt import Interrupt
 from mmkit.training.metrics import totals
-from mmkit.training.notes import Hooks, Notes, Row, activations, is_best, read_steps, save
-from mmkit.training.run_folder import check_same_run, open_folder, restore, resume_path
+from mmkit.training.notes import Hooks, Notes, Row, is_best, read_steps, save, settle
+from mmkit.storage import Store
+from mmkit.training.run_folder import leave_behind, note_end, open_folder, precision_in_force, restore, resume_path
+from mmkit.training.same_run import already_done, check_same_run
 from mmkit.training.stability import Decision
 
 log = logging.getLogger(__name__)
@@ -56,9 +59,11 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class Rewind:
-    """What survives going back: the guard with its counts, and the data position, so that the window at fault is not read again."""
+    """What survives going back: the checkpoint to resume from, the guard with its counts, and the data position, so that
+    the batches at fault are not read again."""
 
     decision: Decision
+    path: str
     guard: dict[str, Any]
     position: dict[str, Any]
 
@@ -80,56 +85,91 @@ def train(
     hooks.check(run)
     check_same_run(run)
     with Interrupt() as interrupt:
+        state, path = assembled(run)
         while True:
-            state = assemble(run)
             if on_assemble:
                 on_assemble(state)
             try:
-                outcome = run_from(state, hooks, interrupt, rewind)
+                outcome = run_from(state, hooks, interrupt, path, rewind)
             finally:
                 state.loader.close()
+                state.checkpoints.close()
             if isinstance(outcome, TrainResult):
                 return outcome
-            rewind, target = outcome, state.checkpoints.at_or_before(outcome.decision.rewind_to)
+            rewind, path = outcome, outcome.path
             changes = {"train__precision": rewind.decision.precision} if rewind.decision.precision else {}
-            run = changed(run, resume=target or "never", **changes)
             state.backend.clear(keep_programs=True)
+            state = assemble(changed(state.run, resume=path, **changes))
+            state.asked = run
 
 
-def run_from(state: TrainState, hooks: Hooks, interrupt: Interrupt, rewind: Rewind | None) -> TrainResult | Rewind:
-    """Resumes, runs to the end, saves and exports; or says how to rewind."""
+def assembled(run: RunConfig) -> tuple[TrainState, str | None]:
+    """The state of ``run`` before its first step here, and the checkpoint it is to resume from.
+
+    Which one that is, and so in which precision, the processes can agree on only once they are connected: where a rewind
+    had changed the precision, the state is built a second time.
+    """
+    state = assemble(run)
     path = resume_path(state)
+    precision = precision_in_force(state, path)
+    if precision != run.train.precision:
+        state.loader.close()
+        state.backend.clear(keep_programs=True)
+        state = assemble(changed(run, train__precision=precision))
+        state.asked = run
+    return state, path
+
+
+def run_from(
+    state: TrainState, hooks: Hooks, interrupt: Interrupt, path: str | None, rewind: Rewind | None
+) -> TrainResult | Rewind:
+    """Resumes ``path``, runs to the end, saves and exports; or says how to rewind."""
     if path:
         restore(state, path, rewind.position if rewind else None)
     if rewind:
+        leave_behind(state, state.step)  # only now: the checkpoint gone back to has proved whole
         state.guard.load_state_dict(rewind.guard)
         state.guard.rewound(state.step)
         state.schedule.lr_factor = rewind.decision.lr_factor
     if path and state.step >= state.total_steps:
-        return TrainResult(state.run.folder, state.step, {}, "already done", export(state))
+        return TrainResult(state.run.folder, state.step, {}, "already done", export(state), already_done(state.step, state.total_steps))
     notes = Notes(hooks, open_folder(state, first=rewind is None), saved=state.step)
-    try:
+    with notes.metrics or contextlib.nullcontext():
         decision = run_steps(state, notes, interrupt)
+        settle(state, notes)
         if decision.action == "rewind":
-            return Rewind(decision, state.guard.state_dict(), state.loader.state_dict())
+            target = state.checkpoints.at_or_before(decision.rewind_to)
+            return Rewind(decision, target, state.guard.state_dict(), state.loader.state_dict())
         stopped = decision.action == "stop"
         reason = decision.cause if stopped else "done" if state.step >= state.total_steps else "interrupted"
         if not stopped and notes.saved != state.step:
             save(state, notes)
-        state.checkpoints.wait()
-    finally:
-        if notes.metrics:
-            notes.metrics.close()
-    hints = {"done": "", "interrupted": f"stopped after step {state.step}; the same command goes on from there (resume=auto)"}
-    folder = export(state) if reason == "done" else None
-    return TrainResult(state.run.folder, state.step, notes.last, reason, folder, hints.get(reason, decision.message))
+            settle(state, notes)
+    folder, told = export(state) if reason == "done" else None, hint(state, notes, reason, decision)
+    note_end(state, reason, told)
+    return TrainResult(state.run.folder, state.step, notes.last, reason, folder, told)
+
+
+def hint(state: TrainState, notes: Notes, reason: str, decision: Decision) -> str:
+    """What the user is to know of how a run ended, beside its reason."""
+    if decision.action == "stop":
+        return decision.message
+    told = [notes.warned] if notes.warned else []
+    if notes.saved != state.step:  # a full disk, and on_disk_full=continue
+        failed = f"the checkpoint of step {state.step} could not be written"
+        told.append(f"{failed}; the same command goes on from the one before")
+    elif reason == "interrupted":
+        told.append(f"stopped after step {state.step}; the same command or cell goes on from there (resume=auto)")
+    if state.guard.n_rewinds:
+        told.append(f"it went back to an earlier checkpoint {state.guard.n_rewinds} time(s); why is in {Store(state.run.folder).path('stability')}")
+    return ". ".join(told)
 
 
 def run_steps(state: TrainState, notes: Notes, interrupt: Interrupt) -> Decision:
     """Step after step until the end, an interrupt, or a decision of the guard to stop or rewind."""
     train, decision = state.run.train, Decision("continue", state.step)
     eval_every = train.eval_every * (state.loader.steps_per_epoch if train.eval_unit == "epochs" else 1)
-    while state.step < state.total_steps and decision.action not in ("stop", "rewind"):
+    while state.step < state.total_steps and not decision.ends:
         notes.pending.append(one_step(state))
         stop = state.backend.any_device(interrupt.asked)
         evaluated = due(state.step, eval_every)
@@ -137,11 +177,12 @@ def run_steps(state: TrainState, notes: Notes, interrupt: Interrupt) -> Decision
         if not (due(state.step, train.log_every) or evaluated or saving or stop or state.step == state.total_steps):
             continue
         decision = read_steps(state, notes, evaluated)
-        if decision:
-            state.guard.write(decision, activations(state), data=state.loader.state_dict())
-        elif stop:
+        if decision.ends:
+            continue
+        if stop:
             break
-        elif saving or (evaluated and is_best(state, notes)):
+        # also after a skip, which left the weights as they were
+        if saving or (evaluated and is_best(state, notes)):
             save(state, notes)
     return decision
 
@@ -152,8 +193,9 @@ def one_step(state: TrainState) -> Row:
     unmask_when_due(state.model, state.step, state.total_steps, train.contrastive)
     window = state.window = take_window(state)
     waited = time.monotonic() - begin
-    counts = torch.tensor([[b.n_targets, b.n_samples, b.n_tokens, b.n_positions] for b in window], dtype=torch.float32).sum(0)
-    counts = backend.sum_over_devices(counts)
+    # whole numbers: fp32 has none between 2**24 and 2**24 + 2, which the tokens of a large batch exceed
+    numbers = [[b.n_targets, b.n_samples, b.n_tokens, b.n_positions] for b in window]
+    counts = backend.sum_over_devices(torch.tensor(numbers, dtype=torch.int64).sum(0))
     groups = backend.optimizer.param_groups
     rates = state.schedule.rates(groups, state.step)
     backend.set_learning_rates(rates)
@@ -167,7 +209,7 @@ def one_step(state: TrainState) -> Row:
         "step": state.step, "names": names, "values": backend.sum_over_devices(values), "counts": counts, "grad_norm": norm,
         "lr": state.schedule.share(state.step - 1) * train.optimizer.lr,
         "lrs": {group["title"]: rate for group, rate in zip(groups, rates, strict=True)}, "skipped": backend.skipped,
-        "epoch": window[-1].epoch,
+        "epoch": window[-1].epoch, "limit": limit,
         **{f"grad_norm_{name}": norm for name, norm in backend.norms.items() if len(backend.norms) > 1}, **shares,
         "seconds": time.monotonic() - begin, "data_seconds": waited, "keys": [key for batch in window for key in batch.keys],
     }  # fmt: skip

@@ -1,7 +1,8 @@
 """What a run writes down: metrics.jsonl, a line a step, and environment.json.
 
-Values of a step stay on the device until a log step; sums over bf16 losses are taken in fp32, since a bf16 sum of ones stops at
-256. metrics.jsonl is the truth: progress bars and notebooks read it, and with ``train.tensorboard`` its numbers stand in TensorBoard too.
+Values of a step stay on the device until a log step; sums over bf16 losses are taken in fp64, since a bf16 sum of ones
+stops at 256. metrics.jsonl is the truth: progress bars and notebooks read it, and with ``train.tensorboard`` its numbers
+stand in TensorBoard too.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ PACKAGES = (
     "mmkit", "torch", "torchvision", "torch_xla", "deepspeed", "transformers", "peft", "open_clip_torch", "timm", "bitsandbytes",
     "safetensors", "numpy",
 )  # fmt: skip
+WIDEST = {"mps": torch.float32}  # the widest number of a kind of device, where that is not fp64
 REMOTE_SECONDS = 30.0  # between uploads of metrics.jsonl to an object store
 
 
@@ -41,15 +43,19 @@ def is_sum(name: str) -> bool:
 
 
 def totals(outs: Sequence[Mapping[str, Any]], device: torch.device) -> tuple[list[str], Tensor]:
-    """Names and the fp32 values of one step on this process: sums added over its micro-batches, readings averaged. The value ``ones``
-    becomes, summed with the others, the number of processes that added up: what readings are divided by."""
+    """Names and the values of one step on this process: sums added over its micro-batches, readings averaged. The value
+    ``ones`` becomes, summed with the others, the number of processes that added up: what readings are divided by.
+
+    In fp64, which holds counts of any size (fp32 only up to 2**24) beside losses, where the device has it.
+    """
     names = sorted({name for out in outs for name in out})
+    kind = WIDEST.get(device.type, torch.float64)
     values = []
     for name in names:
-        parts = [torch.as_tensor(out[name], device=device).detach().float() for out in outs if name in out]
+        parts = [torch.as_tensor(out[name], device=device).detach().to(kind) for out in outs if name in out]
         whole = torch.stack(parts)
         values.append(whole.sum() if is_sum(name) else whole.mean())
-    return [*names, "ones"], torch.stack([*values, torch.ones((), device=device)])
+    return [*names, "ones"], torch.stack([*values, torch.ones((), dtype=kind, device=device)])
 
 
 def number(value: Any) -> Any:
@@ -112,9 +118,12 @@ class MetricsFile:
         self.store.make()
         self.store.write(self.name, kept)
         self.uploaded, self.took = time.monotonic(), 0.0
-        self.file = tempfile.TemporaryFile() if self.store.remote else open(self.store.path(self.name), "ab")  # noqa: SIM115
+        self.waiting = b""  # what a full disk has not taken yet
         if self.store.remote:
+            self.file = tempfile.TemporaryFile()  # noqa: SIM115
             self.file.write(kept)
+        else:
+            self.file = open(self.store.path(self.name), "ab", buffering=0)  # noqa: SIM115
         self.board = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -126,13 +135,17 @@ class MetricsFile:
             self.board = SummaryWriter(f"{folder}/tensorboard", purge_step=last_step + 1 if last_step else None)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """One more line, on the disk before this returns."""
-        self.file.write(_text([row]))
-        self.file.flush()
-        if self.board:
-            for name, value in row.items():
-                if isinstance(value, (int, float)) and name != "step":
-                    self.board.add_scalar(name, value, row["step"])
+        """One more line, on the disk before this returns. A full disk does not end the run, which is for checkpoints to
+        decide: the line is kept and written with a later one."""
+        try:
+            self._append(_text([row]))
+        except OSError as error:
+            log.warning("%s takes no line, the next is written with it: %s", self.store.path(self.name), error)
+        try:
+            self._draw(row)
+        except OSError as error:  # its writer raises from then on what once failed in its thread
+            log.warning("TensorBoard's curves end at step %s: %s", row.get("step"), error)
+            self.board = None
         if self.store.remote and time.monotonic() - self.uploaded > max(REMOTE_SECONDS, 20 * self.took):
             self.flush()
 
@@ -148,11 +161,35 @@ class MetricsFile:
     def close(self) -> None:
         """Writes what is left."""
         try:
+            self._append(b"")
             self._upload()
         finally:
             self.file.close()
             if self.board:
                 self.board.close()
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        try:
+            self.close()
+        except OSError as error:
+            if kind is None:
+                raise
+            # what ended the run is the error to show
+            log.error("%s lacks its last lines: %s", self.store.path(self.name), error)
+
+    def _draw(self, row: Mapping[str, Any]) -> None:
+        for name, value in row.items() if self.board else ():
+            if isinstance(value, (int, float)) and name != "step":
+                self.board.add_scalar(name, value, row["step"])
+
+    def _append(self, text: bytes) -> None:
+        self.waiting += text
+        while self.waiting:  # as much as there is room for may be taken
+            self.waiting = self.waiting[self.file.write(self.waiting) :]
+        self.file.flush()
 
     def _upload(self) -> None:
         if not self.store.remote:

@@ -9,25 +9,29 @@ import json
 import logging
 import random
 import re
+from fnmatch import fnmatch
 from typing import Any
 
 import numpy as np
-import yaml
-from pydantic import ValidationError
 
-from mmkit.config import ConfigError, RunConfig, to_yaml
+from mmkit.config import ConfigError, OptimizerConfig, Precision, RunConfig, to_yaml
+from mmkit.training.agreement import by_main
 from mmkit.training.assemble import TrainState, seed_everything
-from mmkit.training.checkpoint import Checkpoint, folder_name, open_verified, trained_buffers
+from mmkit.training.checkpoint import Checkpoint, folder_name, open_verified
 from mmkit.training.foreign import is_foreign, restore_foreign
 from mmkit.training.metrics import MetricsFile, environment
-from mmkit.training.weights import adapter_record
+from mmkit.training.same_run import TOLD, differences, first_difference, refuse_other_start, short, told
+from mmkit.training.schedule import factor
+from mmkit.training.weights import adapter_record, started_with, trained_buffers
 from mmkit.storage import Store
 
 log = logging.getLogger(__name__)
 
-ROWS = tuple(f"data.{name}" for name in ("max_length", "max_images", "max_regions", "too_long", "pack", "share_image", "group_by_length"))
-MAY_BRANCH = ("seed", "train.global_batch", *ROWS)  # may be changed where the user names the checkpoint to go on from
-MUST_AGREE = ("model", "train.trainable", "train.lora", "train.bits", "train.optimizer.kind", *MAY_BRANCH)
+OF_A_TRAINING = (  # what a training leaves in its run folder beside checkpoints, and other parts of the kit make of it
+    "export", "figures", "stability", "tensorboard", "config.yaml", "environment.json", "metrics.jsonl", "results.json",
+    "samples.jsonl", "submission-*.json", "record-*.json",
+)  # fmt: skip
+LIVES_ON = ("stability", "tensorboard", "config.yaml", "environment.json", "metrics.jsonl")  # of these a branch in the same folder goes on with its own
 PLACE = re.compile(r"(step|epoch)-(\d+)")
 
 
@@ -37,8 +41,10 @@ def save_checkpoint(state: TrainState, metrics: dict[str, float] | None = None) 
         "step": state.step, "samples": state.samples, "tokens": state.tokens, "total_steps": state.total_steps,
         "data": state.loader.state_dict(), "schedule": state.schedule.state_dict(), "guard": state.guard.state_dict(),
         "backend": state.backend.extra_state(), "backend_kind": state.backend.name, "precisions": state.precisions,
+        "asked_precision": state.asked.train.precision,
         "history": state.history, "global_batch": state.run.train.global_batch, "adapters": adapter_record(state.run),
-        "random": state.backend.all_objects(random_state(state)),
+        "random": state.backend.all_objects(random_state(state)), "settings": state.asked.model_dump(mode="json"),
+        "started": started_with(state),
     }  # fmt: skip
     buffers = trained_buffers(state.model)
     return state.checkpoints.save(state.step, values, buffers=buffers, frozen=state.frozen, metrics=metrics)
@@ -76,12 +82,13 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
     With another batch the share of training done stays (see `step_after`), with another seed or other rows the data goes on from the
     nearest epoch.
     """
-    if is_foreign(path):
+    if by_main(state.backend, lambda: is_foreign(path)):
         restore_foreign(state, path)
         return
     saved = open_verified(path, state.backend)
     values = saved.state
     check_adapters(path, values, state.run)
+    check_start(path, values, state)
     saved.require(state.trained)
     saved.require_frozen(state.frozen)
     state.backend.import_state(saved.get, values["backend"]["optimizer_step"])
@@ -92,6 +99,8 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
     state.loader.load_state_dict(keep_data_position or data_position(state, values))
     state.schedule.load_state_dict(values["schedule"])
     state.guard.load_state_dict(values["guard"])
+    if state.guard.precision != state.run.train.precision:
+        state.guard.precision = None  # the user has asked for another one since
     state.step, state.samples, state.tokens = step_after(values, state.run), values["samples"], values["tokens"]
     now = state.run.train.precision
     if values["precisions"][-1]["precision"] != now:
@@ -100,8 +109,8 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
     state.precisions, state.history = values["precisions"], values.get("history", [])
     set_random_state(state, values["random"] if values["data"]["seed"] == state.run.seed else [])
     log.info("resumed %s", path)
-    if keep_data_position is None and state.run.resume not in ("auto", "never") and not went_on(values, state.run):
-        branch(state, path, values)
+    if keep_data_position is None:
+        note_changes(state, path, values)
 
 
 def check_adapters(path: str, values: dict, run: RunConfig) -> None:
@@ -111,14 +120,23 @@ def check_adapters(path: str, values: dict, run: RunConfig) -> None:
     saved = values.get("adapters", now)  # an older checkpoint does not say
     both = [{**record, "lora": record["lora"] and {**record["lora"], "dropout": None}} for record in (saved, now)]
     if both[0] != both[1]:
-        what, old, new = _first_difference("train", *both)
-        raise ConfigError(f"{path} was trained with {what} = {_short(old)}, this run has {_short(new)}; use the same, or resume=never")
+        what, old, new = first_difference("train", *both)
+        raise ConfigError(f"{path} was trained with {what} = {short(old)}, this run has {short(new)}; use the same, or resume=never")
+
+
+def check_start(path: str, values: dict, state: TrainState) -> None:
+    """CheckpointError where the run began with other weights than it would now, unless the user names this checkpoint to resume from: its
+    tensors came of what the stage before held then."""
+    if not branches(values, state.asked):
+        refuse_other_start(path, values.get("started", {}), started_with(state), state.started_from)
 
 
 def data_position(state: TrainState, values: dict) -> dict:
     """The saved position; the nearest beginning of an epoch where the order is another now (seed, or settings that rows are made by)."""
     saved, now = values["data"], state.loader.state_dict()
     changed = {name: now[name] for name in ("seed", "rows_of") if saved.get(name) != now[name]}
+    if branches(values, state.asked) and saved["fingerprint"] != now["fingerprint"]:  # other data, asked for by name
+        changed |= {name: now[name] for name in ("fingerprint", "sources")}
     if not changed:
         return saved
     counted = {"epoch": round(saved["samples"] / state.loader.samples_per_epoch), "rows": saved["rows"], "samples": saved["samples"]}
@@ -144,48 +162,77 @@ def asked_of(run: RunConfig) -> dict[str, Any]:
 
 def went_on(values: dict, run: RunConfig) -> bool:
     """Whether a checkpoint already descends from what ``run.resume`` names, with the same changes: a requeued job goes on from it."""
-    return asked_of(run).items() <= (values.get("history") or [{}])[-1].items()
+    branched = [entry for entry in values.get("history") or () if "from" in entry]
+    changed = [each for each in differences(values["settings"], run) if each.kind != TOLD] if "settings" in values else []
+    return not changed and asked_of(run).items() <= (branched or [{}])[-1].items()
 
 
-def branch(state: TrainState, path: str, values: dict) -> None:
-    """Records that training goes on from ``path``, and moves what came after it out of the way. All processes."""
+def branches(values: dict, run: RunConfig) -> bool:
+    """Whether ``run`` leaves the way of the run that wrote a checkpoint: the user names it, and may change what `NAMED` settings say."""
+    return run.resume not in ("auto", "never") and not went_on(values, run)
+
+
+def note_changes(state: TrainState, path: str, values: dict) -> None:
+    """Records in the history, and says, with which settings other than before training goes on from ``path``. All processes."""
+    found = differences(values["settings"], state.run) if "settings" in values else []
+    length = [values["total_steps"], state.total_steps]
+    # `precisions` records one; steps that equal the epochs are the same length in other words
+    untold = ("train.precision",) if length[0] != length[1] else ("train.precision", "train.steps", "train.epochs")
+    changes = {each.path: [each.old, each.new] for each in found if each.path not in untold}
+    if length[0] != length[1] and "train.steps" not in changes:
+        changes["steps of the run"] = length
+    trains_on = state.step < state.total_steps
+    entry = {"changes": changes} | ({"lr": rates_around(state, values)} if trains_on else {})
+    if branches(values, state.asked):
+        branch(state, path, values, entry)
+    elif changes and trains_on:
+        state.history.append({"asked": state.asked.resume, "step": state.step, "samples": state.samples} | entry)
+    if changes and trains_on:
+        log.warning("%s", told(state.history[-1]))
+
+
+def rates_around(state: TrainState, values: dict) -> list[float]:
+    """The learning rate of the last step before a checkpoint and of the next one."""
+    then = values.get("settings", state.run.model_dump(mode="json"))["train"]["optimizer"]
+    known = {name: value for name, value in then.items() if name in OptimizerConfig.model_fields}
+    optimizer, total, step = OptimizerConfig.model_validate(known), values["total_steps"], values["step"]
+    cuts = values["schedule"]["plateau"]["scale"] * values["schedule"]["lr_factor"]
+    last = optimizer.lr * factor(max(step - 1, 0), total, optimizer) * cuts
+    return [last, state.run.train.optimizer.lr * state.schedule.share(state.step)]
+
+
+def branch(state: TrainState, path: str, values: dict, entry: dict[str, Any]) -> None:
+    """Records (beside ``entry``) that training goes on from ``path``, and moves what came after it out of the way. All processes."""
     own = Store(path.rstrip("/").rpartition("/")[0] or ".").path() == state.checkpoints.store.path()
     now = state.loader.state_dict()
-    changes = {"data": {name: now[name] for name in ("epoch", "rows", "seed")}, "step_there": values["step"]}
+    changes = entry | {"data": {name: now[name] for name in ("epoch", "rows", "seed")}, "step_there": values["step"]}
     if any(now[name] != values["data"].get(name) for name in ("seed", *state.loader.plan.begin)):  # begun at the nearest epoch
         again = round(now["samples"] - now["epoch"] * state.loader.samples_per_epoch)
         changes |= {"samples_read_again": max(again, 0), "samples_left_out": max(-again, 0)}
-    state.history.append(asked_of(state.run) | {"from": path, "step": state.step, "samples": state.samples} | changes)
+    state.history.append(asked_of(state.asked) | {"from": path, "step": state.step, "samples": state.samples} | changes)
     log.warning("going on from %s at step %d of %d: %s", path, state.step, state.total_steps, state.history[-1])
     leave_behind(state, min(values["step"], state.step) if own else -1)
-    if batch_of(values, state.run) != state.run.train.global_batch:
+    if any(name.startswith(("data.", "train.global_batch", "train.contrastive")) for name in entry["changes"]):
         state.guard.losses.clear()  # of steps with other numbers, and for contrastive losses of another level
         state.guard.last_event = state.guard.last_target = None
-    if not own or state.step != values["step"]:
+    ends_here = state.step >= state.total_steps
+    if not own or state.step != values["step"] or ends_here:
         save_checkpoint(state)
+    if ends_here and state.backend.is_main:  # nothing is trained that would write it
+        Store(state.run.folder).write("config.yaml", to_yaml(state.asked).encode())
 
 
 def leave_behind(state: TrainState, step: int) -> None:
-    """Moves the run's checkpoints after ``step``, and a copy of its metrics, to ``checkpoints.before-N``. All processes."""
+    """Moves the run's checkpoints after ``step`` and what was made of its end to ``checkpoints.before-N``. All processes."""
     state.backend.barrier()  # everyone has read what may be moved
-    later = [found for found in state.checkpoints.steps() if found > step] if state.backend.is_main else []
-    if later:
-        store = Store(state.run.folder)
-        aside = _aside(store)
-        store.make(aside)
-        for found in later:
-            store.move(f"checkpoints/{folder_name(found)}", f"{aside}/{folder_name(found)}")
-        if store.size("metrics.jsonl"):
-            store.write(f"{aside}/metrics.jsonl", store.read("metrics.jsonl"))
-        if step < 0:
-            store.write("metrics.jsonl", b"")
-        log.warning("checkpoints of steps %s are now in %s", ", ".join(map(str, later)), store.path(aside))
+    if state.backend.is_main:
+        set_aside(state.run, [found for found in state.checkpoints.steps() if found > step], lives_on=step >= 0)
     state.backend.barrier()
 
 
 def checkpoint_at(state: TrainState, place: str) -> str:
     """The run's checkpoint that ``step-N`` (that one or the last before) or ``epoch-N`` (the nearest to N epochs of data) means.
-    ConfigError where there is none. All processes."""
+    ConfigError where there is none. What this process sees: the main one decides."""
     kind, number = PLACE.fullmatch(place).groups()
     path, found = state.checkpoints.store.path, state.checkpoints.steps()
     if kind == "step":
@@ -200,15 +247,21 @@ def checkpoint_at(state: TrainState, place: str) -> str:
 
 def resume_path(state: TrainState) -> str | None:
     """The checkpoint ``run.resume`` asks for, the same on all processes; with ``never`` earlier results are moved aside."""
-    run = state.run
-    if run.resume == "auto":
+    if state.run.resume == "auto":
         return state.checkpoints.latest()
-    if run.resume == "never":
+    if state.run.resume == "never":
         if state.backend.is_main:
-            set_aside(run.folder)
+            set_aside(state.run, state.checkpoints.steps())
         state.backend.barrier()
         return None
-    latest = state.checkpoints.latest()
+    # a process that looks for itself may have an old list of a shared folder and resume another step than the rest
+    return by_main(state.backend, lambda: _named(state))
+
+
+def _named(state: TrainState) -> str:
+    """The checkpoint that ``run.resume`` names, or a later one that descends from it already. Main process."""
+    run, steps = state.run, state.checkpoints.steps()
+    latest = state.checkpoints.store.path(folder_name(steps[-1])) if steps else None
     if latest and went_on(Checkpoint(latest).state, run):
         log.warning("this run already went on from %s with these settings; it goes on from %s", run.resume, latest)
         return latest
@@ -221,66 +274,56 @@ def resume_path(state: TrainState) -> str | None:
     return path
 
 
-def set_aside(folder: str) -> None:
-    """Renames the checkpoints of an earlier run of this name, so that ``resume=never`` neither loses them nor finds them later."""
-    store = Store(folder)
-    if "checkpoints" not in store.folders():
-        return
-    aside = _aside(store)
-    store.move("checkpoints", aside)
-    log.warning("earlier checkpoints of %s are now in %s", folder, aside)
+def precision_in_force(state: TrainState, path: str | None) -> Precision:
+    """The precision in which ``path`` is resumed: the one a rewind changed to, until the user asks for another one than
+    when it was written. All processes.
+
+    A requeued job asks for what it asked for before; going back to that would end where the rewind began.
+    """
+
+    def find() -> Precision:
+        asked = state.run.train.precision
+        saved = {} if path is None or is_foreign(path) else Checkpoint(path).state
+        kept = saved.get("guard", {}).get("precision")
+        if kept in (None, asked) or saved["asked_precision"] != asked:
+            return asked
+        log.warning("resuming in %s, to which a rewind changed from %s; another precision changes it", kept, asked)
+        return kept
+
+    return by_main(state.backend, find)
 
 
-def _aside(store: Store) -> str:
-    return f"checkpoints.before-{1 + sum(name.startswith('checkpoints.before-') for name in store.folders())}"
+def set_aside(run: RunConfig, steps: list[int], lives_on: bool = False) -> None:
+    """Moves the checkpoints of ``steps`` and all that belongs to an earlier training of this name to ``checkpoints.before-N``: its export,
+    results, records and figures, and evaluations of that export. Nobody takes them for the new one's, and nothing is lost.
 
-
-def check_same_run(run: RunConfig) -> None:
-    """ConfigError where the folder holds a run with other settings than those a resume may change."""
+    ``lives_on``: that training goes on from an earlier checkpoint, so its metrics and settings are copied.
+    """
     store = Store(run.folder)
-    if run.resume == "never" or store.size("config.yaml") is None:
+    there = [name for name in (*store.folders(), *store.files()) if any(fnmatch(name, pattern) for pattern in OF_A_TRAINING)]
+    if not steps and not ({"export"} if lives_on else {"export", "metrics.jsonl"}) & set(there):
         return
-    before, now = _with_defaults(yaml.safe_load(store.read("config.yaml"))), run.model_dump(mode="json")
-    for path in MUST_AGREE:
-        old, new = _at(before, path), _at(now, path)
-        if old != new and (run.resume == "auto" or path not in MAY_BRANCH):
-            what, old, new = _first_difference(path, old, new)
-            how = "; to change it on the way, name the checkpoint: resume=PATH, step-N or epoch-N" if path in MAY_BRANCH else ""
-            raise ConfigError(
-                f"{store.path()} holds a run with {what} = {_short(old)}, this one has {_short(new)}: give it another name (name=...), "
-                f"or start anew with resume=never{how}"
-            )
-
-
-def _with_defaults(tree: dict) -> dict:
-    """A saved config with the settings that were added since; as it is where it no longer fits."""
-    try:
-        return RunConfig.model_validate(tree).model_dump(mode="json")
-    except ValidationError:
-        return tree
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def _at(tree: Any, path: str) -> Any:
-    for key in path.split("."):
-        tree = (tree or {}).get(key)
-    return tree
-
-
-def _first_difference(path: str, old: Any, new: Any) -> tuple[str, Any, Any]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in [*old, *new]:
-            if old.get(key) != new.get(key):
-                return _first_difference(f"{path}.{key}", old.get(key), new.get(key))
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for index, (a, b) in enumerate(zip(old, new)):
-            if a != b:
-                return _first_difference(f"{path}.{index}", a, b)
-    return path, old, new
+    taken = [int(found[1]) for name in store.folders() if (found := re.fullmatch(r"checkpoints\.before-(\d+)", name))]
+    aside = f"checkpoints.before-{1 + max(taken, default=0)}"
+    store.make(aside)
+    for step in steps:
+        store.move(f"checkpoints/{folder_name(step)}", f"{aside}/{folder_name(step)}")
+    for name in there:
+        if not lives_on or name not in LIVES_ON:
+            store.move(name, f"{aside}/{name}")
+        elif name not in ("stability", "tensorboard"):
+            store.write(f"{aside}/{name}", store.read(name))
+    log.warning("what was trained before as %s (steps %s) is now in %s", run.folder, ", ".join(map(str, steps)) or "none kept", store.path(aside))
+    scores = Store(f"{run.root.rstrip('/')}/{run.preset}/eval/{run.name}")
+    found = json.loads(scores.read("results.json")) if scores.size("results.json") is not None else {}
+    scored = {each.get("export") for each in (found, *found.get("results", ()))} - {None}
+    if store.path("export") not in {Store(each).path() for each in scored}:
+        return
+    before = f"before-{1 + sum(name.startswith('before-') for name in scores.folders())}"
+    scores.make(before)
+    for name in [name for name in (*scores.folders(), *scores.files()) if any(fnmatch(name, pattern) for pattern in OF_A_TRAINING)]:
+        scores.move(name, f"{before}/{name}")
+    log.warning("scores of its export are now in %s", scores.path(before))
 
 
 def open_folder(state: TrainState, first: bool = True) -> MetricsFile | None:
@@ -293,8 +336,10 @@ def open_folder(state: TrainState, first: bool = True) -> MetricsFile | None:
         return None
     store = Store(state.run.folder)
     store.make()
+    if first and not state.step and store.size("export/config.json") is not None:
+        set_aside(state.run, [])  # of a training whose checkpoints are gone
     if first:
-        store.write("config.yaml", to_yaml(state.run).encode())
+        store.write("config.yaml", to_yaml(state.asked).encode())
     facts = {
         "tables": state.tables, "backend": {"name": state.backend.name, "world": state.backend.world, "devices": state.backend.devices},
         "data": {"fingerprint": state.loader.state_dict().get("fingerprint"), "summary": state.loader.summary()},
@@ -304,3 +349,12 @@ def open_folder(state: TrainState, first: bool = True) -> MetricsFile | None:
     }  # fmt: skip
     store.write("environment.json", json.dumps(environment(**facts), indent=1, default=str).encode())
     return MetricsFile(state.run.folder, state.step, state.samples, state.run.train.tensorboard)
+
+
+def note_end(state: TrainState, reason: str, told: str) -> None:
+    """Adds to environment.json how the training ended: whoever started its process, and opens the folder later, reads it there."""
+    if not state.backend.is_main:
+        return
+    store = Store(state.run.folder)
+    facts = json.loads(store.read("environment.json")) | {"ended": {"step": state.step, "reason": reason, "told": told}}
+    store.write("environment.json", json.dumps(facts, indent=1).encode())

@@ -48,13 +48,19 @@ class Decision:
         """True where something has to be done."""
         return self.action != "continue"
 
+    @property
+    def ends(self) -> bool:
+        """True where training does not go on from these weights."""
+        return self.action in ("stop", "rewind")
+
 
 @dataclass
 class StabilityGuard:
     """One a run, on every process. ``folder`` is the run folder (any fsspec path); None writes nothing.
 
-    ``any_device`` makes a flag true everywhere when it is true on one process, ``all_objects`` hands every process everyone's object;
-    all processes call `observe` and `write` equally often.
+    ``any_device`` makes a flag true everywhere when it is true on one process, ``all_objects`` hands every process
+    everyone's object, ``can_go_back`` (whether a checkpoint of a step or an earlier one is kept) says the same on all; all
+    processes call `observe` and `write` equally often.
     """
 
     config: StabilityConfig
@@ -62,6 +68,7 @@ class StabilityGuard:
     any_device: Callable[[bool], bool] = bool
     is_main: bool = True
     all_objects: Callable[[Any], list] = field(default=lambda value: [value], repr=False)
+    can_go_back: Callable[[int], bool] = field(default=lambda step: True, repr=False)
     losses: deque = field(init=False)
     ring: deque = field(init=False)
     n_rewinds: int = 0
@@ -71,6 +78,7 @@ class StabilityGuard:
     lr_factor: float = 1.0  # product over all rewinds
     last_event: int | None = None  # step of the last rewind's cause
     last_target: int | None = None  # step it went back to
+    precision: Precision | None = None  # that a rewind changed to and that is still in force
 
     def __post_init__(self):
         self.losses = deque(maxlen=self.config.window)
@@ -86,57 +94,84 @@ class StabilityGuard:
         deviation = statistics.median(abs(value - median) for value in values)
         return median + self.config.threshold * max(deviation, MAD_FLOOR * abs(median), MAD_FLOOR)
 
-    def observe(self, step: int, loss: float, *, keys: Sequence[str] = (), skipped: bool = False, **row: Any) -> Decision:
-        """Takes note of a finished step: ``loss`` over all devices, whether its update was left out, and anything worth keeping
-        (grad_norm, lr, logit_scale, scaler, max_logit ...; tensors are read only when an event is written). Returns the decision."""
+    def observe(
+        self, step: int, loss: float, *, keys: Sequence[str] = (), skipped: bool = False, limit: float = math.inf, **row: Any
+    ) -> Decision:
+        """Takes note of a finished step: ``loss`` over all devices, whether its update was left out, and anything worth
+        keeping (grad_norm, lr, logit_scale, scaler, max_logit ...; tensors are read only when an event is written).
+        Returns the decision.
+
+        ``limit`` is the loss above which the step itself left its update out (action skip): the `limit` of when it was
+        made, which between two log steps is older than the losses known now. Either one makes the step a spike.
+        """
         self.ring.append({"step": step, "loss": loss, "skipped": bool(skipped), "keys": list(keys)} | row)
         self.n_skipped = self.n_skipped + 1 if skipped else 0
         self.total_skipped += bool(skipped)
-        cause = self._cause(loss)
+        limit = min(limit, self.limit)
+        cause = self._cause(loss, limit)
         if not self.any_device(bool(cause)):
             self.n_spikes = 0
             if math.isfinite(loss):
                 self.losses.append((step, float(loss)))
             return Decision("continue", step)
         self.n_spikes += 1
-        return self._decide(step, cause or "another process stopped here", loss, tuple(keys))
+        cause = cause or "another process stopped here"
+        what = f"step {step}: {cause} (loss {loss:.6g}, limit {limit:.6g}"
+        what += f", {self.n_skipped} updates skipped in a row)"
+        return self._decide(step, cause, what, tuple(keys), bool(skipped))
 
-    def _cause(self, loss: float) -> str:
+    def _cause(self, loss: float, limit: float) -> str:
         if not math.isfinite(loss):
             return "non-finite loss"
-        if loss > self.limit:
+        if loss > limit:
             return "loss spike"
         if self.n_skipped > self.config.max_skipped:
             return "overflow"
         return "loss scaler collapse" if self._halvings() >= HALVINGS and len(self.ring) == self.ring.maxlen else ""
 
     def _halvings(self) -> int:
-        """How often the loss scaler has fallen without growing again, in the later half of the ring: its first search for a scale, at
-        the beginning of a run, lies before."""
+        """How often the loss scaler has halved without growing again, in the later half of the ring: its first search for a
+        scale, at the beginning of a run, lies before. Halvings between two log steps are seen as one fall: its size counts.
+        """
         recent = list(self.ring)[-max(len(self.ring) // 2, HALVINGS + 1) :]
         scales = [float(row["scaler"]) for row in recent if row.get("scaler") is not None]
         falls = 0
         for before, after in zip(scales, scales[1:]):
-            falls = 0 if after > before else falls + (after < before)
+            halved = max(round(math.log2(before / max(after, 1e-30))), 1) if after < before else 0
+            falls = 0 if after > before else falls + halved
         return falls
 
-    def _decide(self, step: int, cause: str, loss: float, keys: tuple[str, ...]) -> Decision:
-        what = f"step {step}: {cause} (loss {loss:.6g}, limit {self.limit:.6g}, {self.n_skipped} updates skipped in a row)"
+    def _decide(self, step: int, cause: str, what: str, keys: tuple[str, ...], skipped: bool) -> Decision:
         action = self.config.action
         if action == "skip" and self.n_spikes <= self.config.max_skipped:
-            return Decision("skip", step, cause, f"{what}; batch skipped, {self.n_spikes} in a row", keys)
+            done = "batch skipped"
+            if not skipped:
+                done = "its update was applied: a lower train.log_every knows the limit sooner"
+            return Decision("skip", step, cause, f"{what}; {done}, {self.n_spikes} in a row", keys)
         if action == "rewind" and self.n_rewinds < self.config.max_rewinds:
+            target = self._target(step)
+            if not self.can_go_back(target):
+                # starting anew would throw all training away, and a later checkpoint is of the state that failed
+                advice = (
+                    f"no checkpoint of step {target} or earlier is kept to go back to. Everything on the disk is as it was; "
+                    "resume a checkpoint by name (resume=step-N or a path) with a lower learning rate or in bf16 or fp32, "
+                    "and set train.checkpoint.save_every lower or keep_last higher, so that the next rewind finds one"
+                )
+                return Decision("stop", step, cause, f"{what}; stopped: {advice}", keys)
             self.n_rewinds += 1
             self.lr_factor *= self.config.rewind_lr_factor
-            target = self._target(step)
             self.last_event = step
             precision = self.config.rewind_precision
+            self.precision = precision or self.precision
             change = f", precision {precision}" if precision else ""
             change += f", learning rate x {self.lr_factor:g}" if self.lr_factor != 1 else ""
             message = f"{what}; going back to step {target} or earlier{change} (rewind {self.n_rewinds} of {self.config.max_rewinds})"
             return Decision("rewind", step, cause, message, keys, target, precision, self.lr_factor)
         tried = {"rewind": f" after {self.n_rewinds} rewinds", "skip": f" after {self.n_spikes - 1} skips"}.get(action, "")
-        advice = "set stability.action to skip or rewind, lower the learning rate, or resume in bf16 or fp32"
+        advice = (
+            "resume in bf16 or fp32, or resume from a named checkpoint (resume=step-N) and lower the learning rate or set stability.action to "
+            "skip or rewind"
+        )
         return Decision("stop", step, cause, f"{what}; stopped{tried}: {advice}", keys)
 
     def _target(self, step: int) -> int:
@@ -167,12 +202,17 @@ class StabilityGuard:
         event = {"decision": asdict(decision) | {"keys": sum(keys, [])}, "limit": _plain(self.limit), **facts, "keys_of_processes": keys}
         rows = [{"process": rank, **row} for rank, (_, found) in enumerate(everyone) for row in found]
         event |= {"last_steps": [_plain(row) for row in self.ring], "activations": _plain(rows)}
-        store.write(name, json.dumps(event, indent=1).encode())
+        try:
+            store.write(name, json.dumps(event, indent=1).encode())
+        except OSError as error:  # a full disk must not keep the run from what was decided
+            log.error("%s could not be written: %s", store.path(name), error)
+            return None
         return store.path(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs: the window and the counts."""
-        names = ("n_rewinds", "n_spikes", "n_skipped", "total_skipped", "lr_factor", "last_event", "last_target")
+        """What a resume needs: the window, the counts, and the precision of the last rewind."""
+        counts = ("n_rewinds", "n_spikes", "n_skipped", "total_skipped", "lr_factor")
+        names = (*counts, "last_event", "last_target", "precision")
         return {name: getattr(self, name) for name in names} | {"losses": [list(pair) for pair in self.losses]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -11,20 +11,22 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mmkit.config import ConfigError, RunConfig, TrainConfig
 from mmkit.errors import InputError
+from mmkit.models.exports import finished_export, how_to_train
 from mmkit.models.hollow import Stored, base_name, digest_of
 from mmkit.sharding.backend import COMPUTE_DTYPE, Backend
 from mmkit.training import adapters
-from mmkit.training.checkpoint import trained_buffers
 from mmkit.training.gradients import check_allowed
 from mmkit.training.optim import compiled, component_of
-from mmkit.storage import Store
+
+if TYPE_CHECKING:
+    from mmkit.training.assemble import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -60,24 +62,41 @@ def model_file(run: RunConfig) -> Any:
     return {"vlm": vlm, "clip": clip}[run.model.kind]
 
 
+def starts_from_export(run: RunConfig) -> bool:
+    """Whether a run starts from an export, made by the stage before or named, rather than from its sources."""
+    return run.start_from != "source" and (run.start_from is not None or run.stage == "finetune")
+
+
 def parent_export(run: RunConfig) -> str | None:
     """The export this run starts from: ``start_from``, or the pretrain stage of the same preset and name for a finetune stage.
 
-    None where a run starts from its sources' weights (a pretrain stage, or ``start_from: source``). ConfigError, with the command that
-    makes it, where it is missing.
+    None where a run starts from its sources' weights (a pretrain stage, or ``start_from: source``). ConfigError, with what makes it, where
+    it is missing, or where the run it belongs to is unfinished or at another step.
     """
-    if run.start_from == "source" or (run.start_from is None and run.stage != "finetune"):
+    if not starts_from_export(run):
         return None
     if run.start_from is None:
         folder = f"{run.root.rstrip('/')}/{run.preset}/pretrain/{run.name}"
-        named = f" --name {run.name}" if run.name != "default" else ""
-        makes = f"make it with: mmkit train --model {run.preset} --stage pretrain{named}"
+        makes, go_on = (how_to_train(run, "pretrain", verb) for verb in ("make it with", "finish it with"))
     else:
         folder, makes = run.start_from.rstrip("/"), "it is what start_from names; give a run folder with an export/, or an export"
-    for candidate in (f"{folder}/export", folder):
-        if Store(candidate).size("config.json") is not None:
-            return candidate
+        go_on = "it is what start_from names; let that run end first"
+    if found := finished_export(folder, go_on):
+        return found
     raise ConfigError(f"stage {run.stage!r} starts from {folder}/export, which does not exist; {makes} (or set start_from=source)")
+
+
+def check_exportable(run: RunConfig) -> None:
+    """ConfigError for what would train to its end and could not be exported: an export holds quantised layers by reference to the weights
+    that were quantised, so these must lie somewhere."""
+    if run.stage == "eval" or run.train.bits == 16 or run.model.kind != "vlm":
+        return
+    if run.model.language.source != "random" or starts_from_export(run):
+        return
+    raise ConfigError(
+        f"train.bits {run.train.bits} with model.language.source 'random' cannot be exported: the weights that are quantised lie in no file; "
+        "train a stage with bits 16 and start from its export (start_from), or name a source"
+    )
 
 
 def check_patterns(train: TrainConfig) -> None:
@@ -138,6 +157,11 @@ def prepare_model(model: nn.Module, run: RunConfig, components, stored: Mapping[
         raise ConfigError("data.cache_features keeps what frozen encoders give, but lora.modules_to_save names modules of encoders")
     check_allowed(train.allow_no_grad, (name for name, p in model.named_parameters() if p.requires_grad))
     return tables
+
+
+def started_with(state: TrainState) -> dict[str, str]:
+    """Name -> hash of the trained tensors this run began with, of those that a file holds: what is drawn follows from seed and version."""
+    return {name: digest for name, digest in state.started_with.items() if base_name(name) in state.stored}
 
 
 def adapter_record(run: RunConfig) -> dict[str, Any]:
@@ -207,6 +231,17 @@ def start_digests(model: nn.Module, stored: Mapping[str, Stored], backend: Backe
         raise InputError(problems[0])
     together = {name: value for _, part in parts for name, value in part.items()}
     return {name: together[name] for name in names}
+
+
+def trained_buffers(module: torch.nn.Module, plain: Callable[[str], str] = str) -> dict[str, Tensor]:
+    """Persistent buffers of modules that hold a trained parameter themselves, as a batch norm's running statistics."""
+    out = {}
+    for prefix, owner in module.named_modules():
+        if any(p.requires_grad for p in owner.parameters(recurse=False)):
+            for name, buffer in owner.named_buffers(prefix, recurse=False):
+                if name.rsplit(".", 1)[-1] not in owner._non_persistent_buffers_set:
+                    out[plain(name)] = buffer
+    return out
 
 
 def frozen_record(model: nn.Module, stored: Mapping[str, Stored], digests: Mapping[str, str], components) -> dict[str, dict[str, Any]]:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from mmkit.config import ClipConfig, DataConfig, VlmConfig
+from mmkit.config import ClipConfig, DataConfig, SourceConfig, VlmConfig
 from mmkit.data.boxes import Box, pixels
 from mmkit.data.example import Example, ImageRef, Region, Turn
 from mmkit.data.loader import loader
-from mmkit.data.mixture import mixture_of
+from mmkit.data.mixture import Mixture, mixture_of
+from mmkit.errors import InputError
 
 WORDS = "red blue green kite boat lake sky tree house small large"
 
@@ -383,12 +384,25 @@ class Deadly:
 
 
 def test_killed_worker_is_an_error_that_names_the_sample():
-    from mmkit.config import SourceConfig
-    from mmkit.data.mixture import Mixture
-
     source = Mixture([SourceConfig(name="deadly", format="llava", path="x")], [Deadly()])
     stream = loader(DataConfig(max_length=64, workers=1), vlm(), tokenizer(), [transform], train=False, device_batch=2, source=source)
     with pytest.raises(RuntimeError, match="was killed at sample 'k17' of source 'deadly'"):
+        list(stream)
+
+
+class Gone(Deadly):
+    """A source that worker processes cannot read."""
+
+    def __getitem__(self, index):
+        if os.getpid() != self.parent:
+            raise InputError("the disk with the pictures is gone:\n  mount it again")
+        return self.inner[index]
+
+
+def test_a_users_error_in_a_worker_comes_as_its_message_alone():
+    source = Mixture([SourceConfig(name="gone", format="llava", path="x")], [Gone()])
+    stream = loader(DataConfig(max_length=64, workers=1), vlm(), tokenizer(), [transform], train=False, device_batch=2, source=source)
+    with pytest.raises(InputError, match=r"^the disk with the pictures is gone:\n  mount it again$"):
         list(stream)
 
 

@@ -21,11 +21,11 @@ from mmkit.launch.disk import (
     feature_bytes,
 )
 from mmkit.launch.preflight import plan_of, preflight
-from mmkit.sharding.plan import GIB, Machine
+from mmkit.launch.machine import GIB, Machine
 from tests.launch.test_preflight import llava_run
 from tests.training.tiny_run import sourced, tiny_run
 
-BIG = Machine("big", 1, 10_000 * GIB, dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e15))
+BIG = Machine("big", "cuda", "big", 1, 10_000 * GIB, peak=dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e15))
 
 
 def free(monkeypatch, count):

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from mmkit.config import ConfigError, load
+from mmkit.errors import InputError
 from mmkit.launch import launch as launching
 from mmkit.launch.launch import LaunchError, child_command, child_environment, evaluation_of, follow, is_worker, launch, read_metrics
 
@@ -154,11 +155,25 @@ def test_a_signal_becomes_a_checkpoint_and_a_clean_end(tmp_path, monkeypatch, ca
     assert "stopping after the step in hand" in capsys.readouterr().out
 
 
-def test_a_child_that_dies_shows_its_last_lines_and_a_users_error_its_message(tmp_path, monkeypatch):
+WRONG = """
+import sys
+import mmkit.launch.launch as launching
+from mmkit.cli import main
+from mmkit.config import ConfigError
+
+def wrong(run):
+    raise ConfigError("two settings are wrong:\\n  lr = 'fast'\\n  steps = -1")
+
+launching.launch = wrong
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def test_a_child_that_dies_shows_its_last_lines_and_a_users_error_its_whole_message(tmp_path, monkeypatch):
     run = a_run(tmp_path, **{"backend.kind": "torch", "backend.processes": 2})
     for code, kind, words in (
-        ("print('before'); raise RuntimeError('boom')", LaunchError, "boom"),
-        ("import sys; print('mmkit: error: lr is wrong', file=sys.stderr); sys.exit(2)", ConfigError, "^lr is wrong$"),
+        ("print('before'); raise RuntimeError('boom')", LaunchError, r"before\n(.*\n)*RuntimeError: boom"),
+        (WRONG, InputError, r"^two settings are wrong:\n  lr = 'fast'\n  steps = -1$"),
     ):
         monkeypatch.setattr(launching, "child_command", lambda run, code=code: [sys.executable, "-c", code])
         with pytest.raises(kind, match=words):
@@ -280,3 +295,12 @@ def test_a_set_that_decides_the_best_checkpoint_must_be_here(tmp_path, monkeypat
     best = {"best_metric": "eval_imagenet1k_acc1", "best_mode": "max", "train.eval_every": 1, "evaluation.tasks": ["imagenet1k"]}
     with pytest.raises(ConfigError, match="task 'imagenet1k': no set at"):
         launch(load("clip-vit-l-14-debug", "pretrain", best | {"root": str(tmp_path)}))
+
+
+def test_a_stop_of_the_stability_guard_in_a_child_is_told_with_its_advice(tmp_path):
+    settings = {"train.stability.threshold": 1e-6, "train.stability.window": 8, "train.log_every": 1, "train.steps": 40, "train.device_batch": 1}
+    run = a_run(tmp_path, **{"backend.kind": "torch", "backend.processes": 2, **settings})
+    result = launch(run)
+    assert result.stopped and result.export is None and result.steps < 40
+    assert "loss spike" in result.told and "lower the learning rate" in str(result) and "resumes it" not in str(result)
+    assert json.loads(Path(result.folder, "environment.json").read_text())["ended"]["reason"] == "loss spike"

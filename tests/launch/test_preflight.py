@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 
 import pytest
@@ -15,18 +14,15 @@ from mmkit.launch.preflight import (
     check_sources,
     count,
     data_rows,
-    host_memory,
     meta_batch,
-    nvidia_gpus,
-    overview,
     plan_of,
     preflight,
-    this_machine,
 )
-from mmkit.sharding.plan import GIB, Machine, TooLargeError
+from mmkit.launch.machine import GIB, Machine, named
+from mmkit.launch.plan import TooLargeError
 from tests.training.tiny_clip import clip_run, shards
 
-LAPTOP = Machine("laptop", 1, 16 * GIB, dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e11), shared=True)
+LAPTOP = Machine("laptop", "cpu", "2 CPU cores", 1, 16 * GIB, peak=dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e11), shared=True)
 
 
 def test_a_debug_twin_is_counted_as_it_is_built():
@@ -127,13 +123,6 @@ def test_held_out_shards_beside_a_stream_are_looked_at_as_they_are_read(tmp_path
     assert [(row["examples"], row["training"]) for row in check_examples(run)] == [(1000, "ready"), (12, "ready")]
 
 
-def test_overview_says_what_fits_here_each_model_at_a_stage_it_has():
-    small, large, clip = overview(["8b-debug", "llava-7b", "clip-vit-l-14"], "finetune")
-    assert small["fits"] and large["parameters"] > 6.5e9 and large["meant for"]
-    assert (small["stage"], clip["stage"]) == ("finetune", "pretrain (it has no finetune)")
-    assert clip["trainable"] == clip["parameters"] > 4e8
-
-
 def test_a_stage_that_a_preset_lacks_is_refused_by_name_everywhere(capsys):
     from mmkit.cli import main
 
@@ -181,31 +170,9 @@ def test_rows_of_a_plan_are_as_training_makes_them(pack):
     assert (planned.operations < dataclasses.replace(planned, row=None).operations) is (positions < run.data.max_length)
 
 
-def test_this_machine_is_measured_without_opening_an_accelerator(monkeypatch):
-    monkeypatch.setattr(before, "nvidia_gpus", lambda: [])
-    machine = this_machine(2)
-    assert machine.shared and machine.devices == 2 and 0 < machine.memory == host_memory()
-    before.matmul_rate.cache_clear()
-    tried = functools.cache(functools.partial(before.matmul_rate.__wrapped__, seconds=0.05))
-    monkeypatch.setattr(before, "matmul_rate", tried)
-    assert 1e7 < machine.measured("fp32") < 1e15 and machine.measured("fp32") == machine.measured("fp32") == tried("fp32") / 2
-    monkeypatch.setattr(before, "nvidia_gpus", lambda: [("Card", 80 * GIB)] * 4)
-    assert not this_machine(4).shared and this_machine(4).memory == 80 * GIB
-
-
-def test_gpus_are_read_from_the_driver_tool(tmp_path, monkeypatch):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'Card A, 81559'\necho 'Card A, 81559'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert nvidia_gpus() == [("Card A", 81559 * 2**20)] * 2
-    tool.write_text("#!/bin/sh\necho 'no devices were found'; exit 6\n")
-    assert nvidia_gpus() == []
-
-
 def test_a_plan_for_named_devices_needs_no_such_device():
-    plan = plan_of(load("8b-debug", "finetune"), device="h100-80gb", devices=1, samples=100, price=2.0)
-    assert plan.machine.name == "H100 80GB" and plan.fits and plan.steps == 4
+    plan = plan_of(load("8b-debug", "finetune"), machine=named("h100-80gb"), samples=100, price=2.0)
+    assert plan.machine.device == "H100 80GB" and plan.fits and plan.steps == 4
 
 
 def test_the_layers_that_get_an_adapter_are_shown_before_the_start_and_wrong_names_refused():

@@ -22,7 +22,7 @@ from mmkit.errors import InputError
 from mmkit.launch import requirements
 from mmkit.launch.preflight import preflight
 from mmkit.launch.requirements import DATA, WEIGHTS, Published, get, missing, told
-from mmkit.sharding.plan import GIB, Machine
+from mmkit.launch.machine import GIB, Machine
 from tests.launch.stub_hub import SHA, TOKEN, StubHub
 from tests.launch.test_preflight import llava_run
 
@@ -37,7 +37,7 @@ PUBLISHED = [
     "llava-13b",
     "clip-vit-l-14",
 ]
-BIG = Machine("big", 1, 10_000 * GIB, dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e15))
+BIG = Machine("big", "cuda", "big", 1, 10_000 * GIB, peak=dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e15))
 TINY = {
     "model_type": "llama",
     "vocab_size": 300,
@@ -295,22 +295,7 @@ def test_a_real_run_names_everything_that_is_missing_at_once(tmp_path, monkeypat
 def test_plan_prints_disk_and_missing_things(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert (
-        cli.main(
-            [
-                "plan",
-                "--model",
-                "llava-7b",
-                "--device",
-                "a100-80gb",
-                "--devices",
-                "8",
-                "--run-dir",
-                str(tmp_path),
-            ]
-        )
-        == 0
-    )
+    assert cli.main(["plan", "--model", "llava-7b", "--machine", "8xa100-80gb", "--run-dir", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert (
         "a step on 8 x" in shown

@@ -20,10 +20,11 @@ def run_on(root: str = "gs://bucket/runs", **overrides):
 
 
 def test_sizes_of_slices():
-    assert (tpu.TpuConfig(accelerator="v4-512").chips, tpu.TpuConfig(accelerator="v4-512").hosts) == (256, 64)
-    assert (tpu.TpuConfig(accelerator="v4-8").chips, tpu.TpuConfig(accelerator="v4-8").hosts) == (4, 1)
-    assert (tpu.TpuConfig(accelerator="v5litepod-16").chips, tpu.TpuConfig(accelerator="v5litepod-16").hosts) == (16, 4)
-    assert tpu.TpuConfig(accelerator="v6e-8").hosts == 1
+    for name, chips, hosts in (("v4-512", 256, 64), ("v4-8", 4, 1), ("v5litepod-16", 16, 4), ("v6e-8", 8, 1)):
+        machine = tpu.TpuConfig(accelerator=name).machine
+        assert (machine.devices, machine.hosts) == (chips, hosts)
+    with pytest.raises(ConfigError, match="v6e has no slice of 12 chips"):
+        tpu.for_slice(run_on(), tpu.TpuConfig(accelerator="v6e-12"))
 
 
 def test_the_commands_of_a_pod_reach_all_workers_and_end_with_delete():

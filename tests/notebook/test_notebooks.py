@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -48,6 +49,21 @@ def test_each_notebook_runs_top_to_bottom(chain, step):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("step", [step for step, *_ in CHAIN])
+def test_every_cell_ends_in_what_a_person_reads_and_no_library_talks(chain, step):
+    for cell in nbformat.read(chain[1][step].notebook, as_version=4).cells:
+        outputs = cell.get("outputs", ())
+        assert not [out.text for out in outputs if out.output_type == "stream" and out.name == "stderr"]
+        last = ast.parse(cell.source).body[-1] if cell.cell_type == "code" else None
+        if not isinstance(last, ast.Expr) or "print(" in ast.unparse(last):
+            continue
+        [data] = [out.data for out in outputs if out.output_type == "execute_result"]
+        words = data["text/plain"]
+        assert len(words) < 4000 and len(words.splitlines()) <= 60 and not re.search(r"Config\(|=<|\w+\(\w+=", words), words
+        assert "text/html" in data or "image/png" in data, cell.source
+
+
+@pytest.mark.slow
 def test_metrics_grow_by_a_line_a_step_and_results_lie_beside_the_run(chain):
     root, _ = chain
     folder = root / MODEL / "finetune" / "default"
@@ -87,6 +103,8 @@ def test_the_contrastive_notebooks_record_scores_beside_chance(chain):
 def test_a_stage_without_the_one_before_says_which_command_makes_it(tmp_path):
     outcome = run_notebook(find_notebook("03_finetune"), tmp_path / "out.ipynb", {"model": MODEL, "root": str(tmp_path / "runs")})
     assert outcome.code == USER_ERROR and f"mmkit train --model {MODEL} --stage pretrain" in outcome.message
+    assert f"run 02_pretrain with model='{MODEL}', root=" in outcome.message  # where the user is: in a notebook
+    assert "hidden states" not in (tmp_path / "out.ipynb").read_text() and not (tmp_path / "runs").exists()
     outcome = run_notebook(find_notebook("04_eval"), tmp_path / "out.ipynb", {"model": MODEL, "root": str(tmp_path / "runs")})
     assert outcome.code == USER_ERROR and f"mmkit train --model {MODEL} --stage finetune" in outcome.message
 

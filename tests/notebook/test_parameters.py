@@ -179,9 +179,16 @@ def test_backend_short_names_become_settings():
     assert (run.backend.kind, run.backend.zero_stage) == ("deepspeed", 3)
 
 
-def test_runs_lie_in_the_checkout_from_the_root_and_from_notebooks(tmp_path, monkeypatch):
+@pytest.mark.parametrize("start", [".", "notebooks"])
+def test_a_relative_path_is_the_same_file_from_the_root_and_from_notebooks(tmp_path, monkeypatch, start):
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "pyproject.toml").write_text("")
     assert workspace(tmp_path / "notebooks") == workspace(tmp_path) == tmp_path
-    monkeypatch.chdir(tmp_path / "notebooks")
+    monkeypatch.chdir(tmp_path / start)
     assert begin(space(), "finetune", also=("pictures",)).root == str(tmp_path / "runs")
+    assert Path("data/own.jsonl").absolute() == tmp_path / "data" / "own.jsonl"
+
+
+def test_outside_a_checkout_paths_start_from_the_working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert begin(space(), "finetune", also=("pictures",)).root == str(tmp_path / "runs") and Path.cwd() == tmp_path

@@ -15,15 +15,16 @@ from mmkit.notebook.runner import KERNEL_DIED, NOTEBOOK_ERROR, OK, USER_ERROR, r
 
 def test_a_good_notebook_ends_with_0_and_carries_no_trace_of_the_end_mark(tmp_path, write):
     stream = io.StringIO()
-    book = write(tmp_path, "print('hello', model, lr, type(lr).__name__)")
+    look = "import os; print('hello', model, lr, type(lr).__name__, 'beside', sorted(os.listdir()))"
+    book = write(tmp_path, look)
     outcome = run_notebook(book, tmp_path / "out.ipynb", {"model": "13b", "lr": "1e-4"}, stream=stream)
     assert outcome.code == OK and outcome.message == ""
-    assert "hello 13b 0.0001 float" in stream.getvalue()
+    assert "hello 13b 0.0001 float" in stream.getvalue() and "beside ['book.ipynb', 'out.ipynb']" in stream.getvalue()
     done = nbformat.read(outcome.notebook, as_version=4)
     assert [cell.source.splitlines()[0] for cell in done.cells] == [
         'model: str = "tiny"  # a preset',
         "# Parameters",
-        "print('hello', model, lr, type(lr).__name__)",
+        look,
     ]
 
 

@@ -20,8 +20,9 @@ from torch import nn
 from mmkit.config import BackendConfig, CheckpointConfig, OptimizerConfig, TrainConfig
 from mmkit.sharding.backend import create
 from mmkit.training import checkpoint as module
-from mmkit.training.checkpoint import Checkpoint, CheckpointError, Checkpoints, open_verified, trained_buffers
+from mmkit.training.checkpoint import Checkpoint, CheckpointError, Checkpoints, open_verified
 from mmkit.training.optim import optimizer_factory
+from mmkit.training.weights import trained_buffers
 
 COMPONENTS = ((r".*", "connector"),)
 names = itertools.count()
@@ -308,6 +309,84 @@ def test_one_rank_with_a_full_disk_stops_all_ranks_alike(tmp_path):
         return saver.wait()
 
     assert all(isinstance(out, CheckpointError) for out in ranks.run(save)) and not list(tmp_path.iterdir())
+
+
+class Fault(Exception):
+    """No error of a disk."""
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("place", ["tensors", "mark", "manifest.json", "removal"])
+def test_a_fault_of_the_program_while_saving_stops_the_run_whatever_a_full_disk_may_do(tmp_path, monkeypatch, background, place):
+    backend, _ = prepared()
+    saver = checkpoints(tmp_path, backend, background=background, on_disk_full="continue", keep_last=1)
+    saver.save(1, {})
+    saver.wait()
+    write, fault = saver.store.write, Fault("cannot be told in JSON")
+
+    def fail(*args):
+        raise fault
+
+    if place == "tensors":
+        monkeypatch.setattr(module.safetensors.torch, "save", fail)
+    elif place == "removal":
+        monkeypatch.setattr(saver.store, "remove", fail)
+    else:
+        wanted = "rank-00000.json" if place == "mark" else place
+        monkeypatch.setattr(saver.store, "write", lambda name, data: fail() if name.endswith(wanted) else write(name, data))
+    with pytest.raises((RuntimeError, Fault), match="cannot be told in JSON") as raised:
+        saver.save(2, {})
+        saver.wait()
+    assert raised.value is fault or raised.value.__cause__ is fault
+    kept = checkpoints(tmp_path, backend).steps()
+    assert kept[0] == 1 and saver.written == kept[-1]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_fault_on_one_rank_stops_every_rank_by_name(tmp_path, monkeypatch, background, broken):
+    backend, _ = prepared()
+    ranks = Ranks(2)
+
+    def save(rank):
+        saver = checkpoints(tmp_path, ranks.view(rank, backend), background=background, on_disk_full="continue")
+        if rank == broken:
+            monkeypatch.setattr(saver.store, "write", lambda *args: (_ for _ in ()).throw(Fault("a bug")))
+        saver.save(1, {})
+        return saver.wait()
+
+    out = ranks.run(save)
+    assert all(type(error) is RuntimeError for error in out), out
+    assert all("step 1 could not be written" in str(error) and f"rank {broken} of 2: Fault('a bug')" in str(error) for error in out)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_too_little_memory_for_a_save_is_told_with_what_to_do(tmp_path, monkeypatch, background):
+    backend, _ = prepared()
+    saver = checkpoints(tmp_path, backend, background=background, on_disk_full="continue")
+    monkeypatch.setattr(module.safetensors.torch, "save", lambda tensors: (_ for _ in ()).throw(MemoryError("no room")))
+    with pytest.raises(CheckpointError, match=r"MemoryError.'no room'.*there are none yet.*background=false"):
+        saver.save(1, {})
+        saver.wait()
+    assert saver.written == -1 and saver.steps() == []
+
+
+def test_a_store_out_of_reach_lets_training_go_on_when_configured(monkeypatch, caplog):
+    monkeypatch.setattr("mmkit.storage.FIRST_WAIT", 0.0)
+    backend, _ = prepared()
+    saver = checkpoints(f"memory://run{next(names)}", backend, on_disk_full="continue")
+    assert saver.save(1, {})
+
+    class Gone:
+        def __getattr__(self, name):
+            raise ConnectionError("no route to the store")
+
+    there, saver.store.fs = saver.store.fs, Gone()
+    assert not saver.save(2, {}) and saver.written == 1
+    assert "no route to the store" in caplog.text and "training goes on" in caplog.text
+    saver.store.fs = there
+    assert saver.save(3, {}) and saver.steps() == [1, 3]
 
 
 def test_large_parts_are_split_into_files_of_bounded_size(tmp_path, monkeypatch):

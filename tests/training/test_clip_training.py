@@ -54,6 +54,19 @@ def test_a_run_on_shards_learns_and_logs_what_tells_its_health(tmp_path, data):
     assert math.sqrt(sum(norm**2 for norm in towers)) == pytest.approx(first["grad_norm"], rel=1e-4)
 
 
+def test_a_run_whose_features_have_collapsed_says_once_that_it_learns_nothing(tmp_path, data, caplog):
+    """Ten times the learning rate of the other tests: after six steps all features are alike."""
+    too_high = {"lr": 3e-2, "warmup": 0, "schedule": "constant", "weight_decay": 0.1}
+    run = clip_run(tmp_path, data, steps=24, optimizer=too_high)
+    result = train(run)
+    told = [record.getMessage() for record in caplog.records if "at chance" in record.getMessage()]
+    assert result.reason == "done" and told == [result.hint]
+    assert f"(ln 12 = {math.log(12):.4g})" in told[0] and "learning rate that is too high" in told[0]
+    assert [row["note"] for row in lines(run.folder) if "note" in row] == told
+    healthy = clip_run(tmp_path, data, name="healthy", steps=24)
+    assert train(healthy).hint == "" and not any("note" in row for row in lines(healthy.folder))
+
+
 def test_accumulation_changes_neither_losses_nor_gradients(tmp_path, data):
     whole, parts = (clip_run(tmp_path, data, name=f"d{size}", device_batch=size, steps=4) for size in (12, 4))
     train(whole)
@@ -141,7 +154,8 @@ def test_a_rewind_to_an_epoch_changes_precision_batch_and_data_seed_and_keeps_th
     assert entry["asked"] == "epoch-2" and entry["from"].endswith("step-00000008") and entry["data"] == {"epoch": 2, "rows": 96, "seed": 5}
     assert (entry["step"], entry["step_there"], entry["global_batch"], entry["seed"], entry["samples"]) == (6, 8, 16, 5, 96)
     assert [change["precision"] for change in record["precisions"]] == ["bf16", "fp32"]
-    assert sorted(os.listdir(f"{second.folder}/checkpoints.before-1")) == ["metrics.jsonl", "step-00000008", "step-00000012", "step-00000016"]
+    parts = ["config.yaml", "environment.json", "export", "metrics.jsonl"]
+    assert sorted(os.listdir(f"{second.folder}/checkpoints.before-1")) == [*parts, "step-00000008", "step-00000012", "step-00000016"]
     assert sorted(os.listdir(f"{second.folder}/checkpoints")) == [f"step-{step:08d}" for step in (4, 6, 8, 12)]
     assert train(second).reason == train(second.model_copy(update={"resume": "auto"})).reason == "already done"  # a requeue does not go back again
 

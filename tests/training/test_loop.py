@@ -1,5 +1,6 @@
 """Whole runs of a tiny model: what is written, resuming, interrupts, stages, the guard."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from mmkit.config import ConfigError, changed
 from mmkit.models import pretrained
 from mmkit.models.pretrained import from_pretrained
 from mmkit.sharding import environment
+from mmkit.storage import Store
 from mmkit.training import assemble, loop, loss
 from mmkit.training.checkpoint import Checkpoint, CheckpointError
 from mmkit.training.loop import train
@@ -363,6 +365,27 @@ def test_skip_leaves_a_spikes_update_out_and_goes_on(tmp_path, monkeypatch):
     assert not torch.equal(before["param"], after["param"])
 
 
+def test_the_counts_of_a_step_are_exact_however_large(tmp_path, monkeypatch):
+    take, big = loop.take_window, 2**24 + 1
+    large = {"n_targets": big, "n_samples": big + 2, "n_tokens": big + 4, "n_positions": big + 6}
+    monkeypatch.setattr(loop, "take_window", lambda state: [dataclasses.replace(batch, **large) for batch in take(state)])
+    train(run := tiny_run(tmp_path, steps=2))
+    rows = lines(run)
+    assert [(row["targets"], row["samples"], row["tokens"]) for row in rows] == [(2 * big, 2 * big + 4, 2 * big + 8)] * 2
+    assert (rows[-1]["total_samples"], rows[-1]["total_tokens"]) == (4 * big + 8, 4 * big + 16)
+
+
+def test_a_loss_at_chance_with_a_vanished_gradient_is_told_once(tmp_path, caplog):
+    """Random frozen weights of the language model: its connector learns nothing."""
+    run = tiny_run(tmp_path, steps=9)
+    result = train(run)
+    told = [record.getMessage() for record in caplog.records if "at chance" in record.getMessage()]
+    assert told == [result.hint] and "guessing among 320 tokens" in told[0] and "model.language.source" in told[0]
+    assert [row.get("note") for row in lines(run)] == [None] * 4 + told + [None] * 4
+    learning = tiny_run(tmp_path / "learning", steps=9, trainable=["connector", "samplers", "language"])
+    assert train(learning).hint == "" and not any("note" in row for row in lines(learning))
+
+
 def test_precision_may_change_at_a_resume_and_is_recorded(tmp_path):
     train(tiny_run(tmp_path, steps=2))
     run = tiny_run(tmp_path, steps=3, precision="bf16")
@@ -374,11 +397,8 @@ def test_precision_may_change_at_a_resume_and_is_recorded(tmp_path):
 
 def test_other_frozen_weights_under_a_checkpoint_are_refused(tmp_path):
     train(tiny_run(tmp_path, steps=1))
-    run = tiny_run(tmp_path, steps=2)
-    text = Path(run.folder, "config.yaml").read_text()
-    Path(run.folder, "config.yaml").write_text(text.replace("\nseed: 0", "\nseed: 1"))
     with pytest.raises(CheckpointError, match="was trained on other frozen weights"):
-        train(tiny_run(tmp_path, steps=2, seed=1))
+        train(tiny_run(tmp_path, steps=2, seed=1, resume="step-1"))  # they are drawn from the seed
 
 
 def test_a_disk_that_fills_lets_the_run_go_on_when_configured(tmp_path, monkeypatch):
@@ -395,6 +415,31 @@ def test_a_disk_that_fills_lets_the_run_go_on_when_configured(tmp_path, monkeypa
 
     monkeypatch.setattr("mmkit.training.notes.save_checkpoint", full_at_two)
     assert train(run).reason == "done" and tried == [1, 2, 3] and steps_of(run) == [1, 3]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_last_checkpoint_that_the_disk_did_not_take_is_not_told_as_saved(tmp_path, monkeypatch, background):
+    saved, write = [], Store.write
+    run = tiny_run(tmp_path, steps=4, checkpoint={"save_every": 2, "background": background, "on_disk_full": "continue"})
+
+    def full(self, name, data):
+        if name.startswith("step-00000004"):
+            raise OSError(28, "No space left on device")
+        write(self, name, data)
+
+    monkeypatch.setattr(Store, "write", full)
+    result = train(run, on_save=saved.append)
+    assert saved == steps_of(run) == [2] and "checkpoint of step 4 could not be written" in result.hint
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_fails_for_another_reason_than_the_disk_ends_the_run_and_is_not_told_as_saved(tmp_path, monkeypatch, background):
+    saved = []
+    run = tiny_run(tmp_path, steps=4, checkpoint={"save_every": 1, "background": background, "on_disk_full": "continue"})
+    monkeypatch.setattr(safetensors.torch, "save", lambda tensors: (_ for _ in ()).throw(TypeError("no such type")))
+    with pytest.raises(RuntimeError, match="checkpoint of step 1 could not be written .*no such type"):
+        train(run, on_save=saved.append)
+    assert saved == [] and steps_of(run) == []
 
 
 def test_a_terminated_process_saves_and_ends_with_exit_code_0(tmp_path):

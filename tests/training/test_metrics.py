@@ -1,4 +1,4 @@
-"""Lines of metrics.jsonl: sums in fp32, whole lines, resumable, on any file system."""
+"""Lines of metrics.jsonl: exact sums, whole lines, resumable, on any file system."""
 
 import json
 from pathlib import Path
@@ -19,9 +19,42 @@ def test_sums_are_added_and_readings_averaged_over_micro_batches_and_processes()
     assert row == {"step": 1, "loss": 2.0, "lr": 0.1, "targets": 8, "samples": 4, "tokens": 20, "fill": 0.5, "accuracy": 0.75, "scale": 3.0}
 
 
-def test_bf16_losses_are_summed_in_fp32():
+def test_bf16_losses_are_summed_in_a_wider_number():
     outs = [{"loss_sum": torch.ones((), dtype=torch.bfloat16)} for _ in range(1000)]
     assert totals(outs, torch.device("cpu"))[1][0] == 1000
+
+
+def test_counts_above_what_fp32_holds_are_exact():
+    big = 2**24 + 1
+    outs = [{"n_correct": torch.tensor(big), "n_empty": big}, {"n_correct": torch.tensor(2), "n_empty": 0}]
+    names, values = totals(outs, torch.device("cpu"))
+    counts = torch.tensor([2 * big, big, big, big])
+    row = row_of({"names": names, "values": values, "counts": counts, "keys": []})
+    assert row["empty"] == row["tokens"] == big and row["accuracy"] == (big + 2) / (2 * big)
+
+
+def test_lines_that_a_full_disk_does_not_take_are_written_with_later_ones(tmp_path, caplog):
+    file = MetricsFile(str(tmp_path))
+    disk, room = file.file, [5]  # bytes
+
+    class Full:
+        def write(self, data):
+            if room and room[0] == 0:
+                raise OSError(28, "No space left on device")
+            part = data[: room[0]] if room else data
+            room[:] = [room[0] - len(part)] if room else []
+            return disk.write(part)
+
+        flush, close = disk.flush, disk.close
+
+    file.file = Full()
+    file.write({"step": 1})
+    file.write({"step": 2})
+    assert caplog.text.count("No space left on device") == 2
+    room.clear()
+    file.write({"step": 3})
+    file.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 
 
 def test_a_step_without_targets_has_loss_zero():

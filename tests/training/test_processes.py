@@ -54,6 +54,18 @@ def test_a_run_that_changes_machinery_twice_is_the_run_in_one_go(tmp_path):
     assert_same_export(whole, run)
 
 
+@pytest.mark.parametrize(("resume", "sees"), [("step-4", "old"), ("epoch-1", "old"), ("auto", "nothing")])
+def test_processes_resume_the_step_that_the_main_one_sees_or_none(tmp_path, resume, sees):
+    train(tiny_run(tmp_path, steps=4, checkpoint={"save_every": 1, "keep_last": 9}))
+    outputs = run_processes("resume_case.py", [tmp_path, resume, sees], world=2)
+    main, other = (json.loads(output.strip().splitlines()[-1]) for output in outputs)
+    if sees == "nothing":
+        assert main == other and "rank 1 of 2 cannot read" in main["error"] and "step-00000004" in main["error"]
+        return
+    assert (main["steps"], other["steps"]) == (5, 5)
+    assert main["first"] == ([5] if resume == "step-4" else [4])  # an epoch is three steps
+
+
 @pytest.mark.slow
 def test_adapters_on_four_xla_devices_train_and_resume_as_one_process_does(tmp_path):
     settings = SETTINGS | {"model": sourced(tmp_path), "global_batch": 4}

@@ -83,7 +83,10 @@ def test_starting_anew_keeps_the_old_checkpoints_and_a_spike_leaves_its_event(bu
     train(run)
     spiking = changed(run, resume="never", train__stability__action="stop", train__optimizer__lr=float("1e30"), train__steps=6)
     assert train(spiking).reason == "non-finite loss"
-    assert Store(run.folder).folders() == ["checkpoints.before-1", "export", "stability"]
+    assert Store(run.folder).folders() == ["checkpoints.before-1", "stability"]
+    aside = Store(f"{run.folder}/checkpoints.before-1")
+    assert aside.folders() == ["export", "step-00000002"] and aside.files() == ["config.yaml", "environment.json", "metrics.jsonl"]
+    assert from_pretrained(aside.path("export"))
     assert events(run.folder)[0]["decision"]["action"] == "stop"
 
 

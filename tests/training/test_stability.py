@@ -75,6 +75,24 @@ def test_a_scaler_that_keeps_halving_is_found_and_one_that_recovers_is_not():
     assert not any(guard.observe(i, 1.0, scaler=65536 / 2 ** min(i, 8), skipped=i < 8) for i in range(100))
 
 
+def test_halvings_of_the_scaler_between_two_log_steps_are_counted_each():
+    guard = guard_of()  # four steps a log line, all read at its end: 65536 before, 32768, 4096 and 2048 after
+    seen = [guard.observe(i, 1.0, scaler=[65536, 32768, 4096, 2048][i // 4]) for i in range(16)]
+    assert seen[-1].action == "continue"  # three falls within half a window are no collapse
+    guard = guard_of()
+    seen = [guard.observe(i, 1.0, scaler=[65536, 65536 // 2**4, 65536 // 2**9][i // 4]) for i in range(12)]
+    assert [bool(decision) for decision in seen[:8]] == [False] * 8 and seen[8].cause == "loss scaler collapse"
+
+
+def test_without_a_checkpoint_to_go_back_to_a_rewind_is_a_stop_and_is_not_counted():
+    asked = []
+    guard = guard_of(action="rewind", rewind_precision="fp32", rewind_lr_factor=0.5)
+    guard.can_go_back = lambda step: bool(asked.append(step))
+    decision = observe_all(guard, [1, 1, 1, float("nan")])[-1]
+    assert decision.action == "stop" and asked == [3] and "no checkpoint of step 3 or earlier" in decision.message
+    assert (guard.n_rewinds, guard.lr_factor, guard.precision, guard.last_event) == (0, 1.0, None, None)
+
+
 def test_rewinds_change_precision_and_rate_then_go_further_back_then_stop():
     guard = guard_of(action="rewind", rewind_precision="fp32", rewind_lr_factor=0.5, max_rewinds=2)
     first = observe_all(guard, [1, 1, 1, 1, 1, float("nan")])[-1]

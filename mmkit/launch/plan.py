@@ -10,18 +10,19 @@ Not here: building the (meta) model that is counted; that is `mmkit.launch.prefl
 from __future__ import annotations
 
 import dataclasses
+import html
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from mmkit.config import ConfigError, LoraConfig, RunConfig, nearest
+from mmkit.config import ConfigError, LoraConfig, RunConfig
+from mmkit.launch.machine import GIB, Machine
 
-GIB = 2**30
 ADAM_BYTES = {"adamw": 8.0, "adamw_8bit": 2.04}  # both moments of a parameter; 8-bit keeps one fp32 scale a block of 256
 QUANTISED_BYTES = {4: 0.5 + (1 + 4 / 256) / 64, 8: 1.0 + 4 / 4096, 16: 2.0}  # nf4 with double quantisation; int8 with a scale a row
 # Fraction of an A100's peak that whole published runs reached, with data loading, links and kernel launches in it, and whose.
-# Operations are counted as in `Plan.operations`, recomputation included. tests/sharding/test_plan.py works each out again from
+# Operations are counted as in `Plan.operations`, recomputation included. tests/launch/test_plan.py works each out again from
 # the published rate; a run it was not taken from (ViT-L/14 on LAION-400M, 127 h) then comes within a quarter.
 FRACTIONS: dict[tuple[str, str], tuple[float, str]] = {
     ("clip", "tf32"): (0.315, "ViT-L/14 on 384 A100 40GB, 27,862 samples/s (LAION large-openclip)"),
@@ -60,21 +61,6 @@ class Split:
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
-    """What a run has: ``devices`` of ``memory`` bytes each, and what one does in a second."""
-
-    name: str
-    devices: int
-    memory: int
-    # precision -> operations a second, from the maker's data sheet; empty where a product is measured
-    peak: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    shared: bool = False  # the devices share one memory, as processes on a CPU do
-    price: float | None = None  # USD of one device for one hour
-    calibrated: bool = False  # `FRACTIONS` were reached on it
-    measured: Callable[[str], float] | None = None  # precision -> operations a second of a matrix product tried here
-
-
-@dataclasses.dataclass(frozen=True)
 class Row:
     """A row of the data, on average: its positions with padding, and the samples packed into it."""
 
@@ -96,34 +82,6 @@ class Need:
     def total(self) -> float:
         """All four together."""
         return self.weights + self.gradients + self.optimizer + self.activations
-
-
-def _peaks(half: float, tf32: float, fp32: float) -> dict[str, float]:
-    """Precision -> operations a second, from 10^12; bf16 and fp16 are the same on every device here."""
-    return {name: rate * 1e12 for name, rate in (("fp32", fp32), ("tf32", tf32), ("bf16", half), ("fp16", half))}
-
-
-A100, HOPPER = _peaks(312, 156, 19.5), _peaks(989, 494, 67)
-ACCELERATORS: dict[str, Machine] = {  # memory and dense peaks of one device, from the makers' data sheets
-    "a100-40gb": Machine("A100 40GB", 1, 40 * GIB, A100, calibrated=True),
-    "a100-80gb": Machine("A100 80GB", 1, 80 * GIB, A100, calibrated=True),
-    "h100-80gb": Machine("H100 80GB", 1, 80 * GIB, HOPPER),
-    "h200-141gb": Machine("H200 141GB", 1, 141 * 10**9, HOPPER),
-    "l4-24gb": Machine("L4 24GB", 1, 24 * GIB, _peaks(121, 60, 30.3)),
-    "rtx-4090": Machine("RTX 4090 24GB", 1, 24 * GIB, _peaks(165, 82.6, 82.6)),
-    # a TPU multiplies in bf16: three passes give tf32's digits, six fp32's
-    **{
-        f"tpu-{name}": Machine(f"TPU {name} chip", 1, memory * GIB, _peaks(half, half / 3, half / 6))
-        for name, memory, half in (("v4", 32, 275), ("v5e", 16, 197), ("v5p", 95, 459), ("v6e", 32, 918))
-    },
-}
-
-
-def accelerator(name: str, devices: int = 1, price: float | None = None) -> Machine:
-    """``devices`` of a named accelerator; ConfigError for a name that is not known."""
-    if name not in ACCELERATORS:
-        raise ConfigError(f"no device {name!r}{nearest(name, ACCELERATORS)}; devices are {', '.join(ACCELERATORS)}")
-    return dataclasses.replace(ACCELERATORS[name], devices=devices, price=price)
 
 
 # ---------------------------------------------------------------- counting
@@ -368,8 +326,10 @@ class Plan:
     def rate(self) -> tuple[float, str]:
         """(operations a second that training reaches on one device, how that is known); measured where this machine can be."""
         machine, precision = self.machine, self.run.train.precision
-        if machine.measured and not machine.peak:
-            found = machine.measured(precision)
+        if precision not in machine.peak:
+            return 0.0, f"{machine.device} does not compute in {precision}: it has {', '.join(machine.peak)}"
+        if machine.measured and not machine.peak[precision]:
+            found = machine.measured(precision) / (machine.devices if machine.shared else 1)
             if not found:
                 return 0.0, f"a matrix product in {precision} could not be tried here"
             told = f"{HERE_FRACTION:.0%} of the {found / 1e9:,.0f} GFLOP/s of a {precision} product measured here"
@@ -436,13 +396,18 @@ class Plan:
         time += f", {duration(self.hours * 3600)} for {self.steps} steps" if self.hours and known else ""
         if self.hours and known and self.machine.price:
             time += f", {self.hours * self.machine.devices * self.machine.price:,.0f} USD"
-        lines = [self.message(), f"  time:             {time} on {self.machine.devices} x {self.machine.name}"]
+        lines = [self.message(), f"  time:             {time} on {self.machine.devices} x {self.machine.device}"]
         lines.append(f"  reckoned with:    {self.rate[1]}")
         if self.run.model.kind == "vlm":
             row = self.row or Row(self.run.data.max_length, 1)
             found = "as the first batches of the data" if self.row else "data.max_length: the data is not here"
             lines.append(f"                    rows of {row.positions:.0f} positions and {row.samples:.3g} samples ({found})")
         return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="word-break:normal">{html.escape(str(self))}</pre>'
 
 
 def make_plan(

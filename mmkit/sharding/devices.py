@@ -1,4 +1,4 @@
-"""What differs between the CPU, CUDA and MPS devices of a process, so that backends need not ask which one they have."""
+"""What differs between the CPU and CUDA devices of a process, so that backends need not ask which one they have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import OffloadPolicy
 
 
-class Machine:
+class Hardware:
     """The CPU, and what others change."""
 
     kind = "cpu"
@@ -52,7 +52,7 @@ class Machine:
         """Give cached memory back."""
 
 
-class CudaMachine(Machine):
+class CudaHardware(Hardware):
     """NVIDIA and AMD devices."""
 
     kind = "cuda"
@@ -61,59 +61,48 @@ class CudaMachine(Machine):
 
     @staticmethod
     def present() -> bool:
-        """See `Machine`."""
+        """See `Hardware`."""
         return torch.cuda.is_available()
 
     def device(self, index: int | None = None) -> torch.device:
-        """See `Machine`; it becomes the current one."""
+        """See `Hardware`; it becomes the current one."""
         device = torch.device(self.kind, torch.cuda.current_device() if index is None else index)
         torch.cuda.set_device(device)
         return device
 
     def wrapper_ids(self, device: torch.device) -> list[int] | None:
-        """See `Machine`."""
+        """See `Hardware`."""
         return [device.index]
 
     def offload(self, wanted: bool) -> OffloadPolicy:
-        """See `Machine`."""
+        """See `Hardware`."""
         from torch.distributed.fsdp import CPUOffloadPolicy
 
         return CPUOffloadPolicy() if wanted else super().offload(wanted)
 
     def rng_state(self, device: torch.device) -> dict[str, Any]:
-        """See `Machine`."""
+        """See `Hardware`."""
         return {self.kind: torch.cuda.get_rng_state(device).tolist()}
 
     def set_rng_state(self, device: torch.device, state: Mapping[str, Any]) -> None:
-        """See `Machine`."""
+        """See `Hardware`."""
         saved = state.get(self.kind)
         if saved:
             torch.cuda.set_rng_state(torch.tensor(saved, dtype=torch.uint8), device)
 
     def peak_memory(self, device: torch.device) -> int:
-        """See `Machine`."""
+        """See `Hardware`."""
         return torch.cuda.max_memory_allocated(device)
 
     def free(self) -> None:
-        """See `Machine`."""
+        """See `Hardware`."""
         torch.cuda.empty_cache()
 
 
-class MpsMachine(Machine):
-    """Apple's."""
-
-    kind = "mps"
-
-    @staticmethod
-    def present() -> bool:
-        """See `Machine`."""
-        return torch.backends.mps.is_available()
+HARDWARE = (CudaHardware, Hardware)  # the first present one is used
 
 
-MACHINES = (CudaMachine, MpsMachine, Machine)  # the first present one is used
-
-
-def this_machine(several_processes: bool = False) -> Machine:
-    """The best kind of device here; MPS has no collectives, so several processes do without it."""
-    kinds = (kind for kind in MACHINES if kind.present() and not (several_processes and kind is MpsMachine))
-    return next(kinds)()
+def hardware_here() -> Hardware:
+    """The best kind of device here. Apple's (MPS) is none of them: it has no collectives, no float64 and no bitsandbytes, so a
+    Mac computes on its CPU cores."""
+    return next(kind for kind in HARDWARE if kind.present())()
