@@ -60,7 +60,7 @@ def scored(kind: str, folder: str) -> dict:
         found[preset] = row
     asked = request(0, region=True)
     chat = open_chat(model, config, words, transforms, max_new_tokens=4, backend=backend)
-    found["chat"] = chat(asked.images[0].source, "What is <region>?", regions=asked.regions)[0]
+    found["chat"] = chat(asked.images[0].data, "What is <region>?", regions=asked.regions)[0]
     run = load(PRESETS[2], "eval", {"tasks": ["clip_retrieval", "clip_zero_shot"], "evaluation.limit": 24})
     results = evaluate_model(run, *opened(f"{folder}/{PRESETS[2]}", backend), backend=backend)
     found["clip"] = {result.task: result.metrics for result in results}
