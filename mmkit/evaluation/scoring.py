@@ -49,9 +49,7 @@ def opened(export: str, backend: Backend) -> tuple[torch.nn.Module, ModelConfig,
     from mmkit.models.build import image_transforms, tokenizer
     from mmkit.models.pretrained import from_pretrained
 
-    # On the CPU memory is no matter, and products of cast weights are what autocast makes of fp32 ones.
-    half = None if backend.device.type == "cpu" else COMPUTE_DTYPE[backend.precision]
-    model, config = from_pretrained(export, backend.device, half=half)
+    model, config = from_pretrained(export, backend.device, half=COMPUTE_DTYPE[backend.precision])
     log.info("%s is on %s, computing in %s", export, backend.device, backend.precision)
     words = fetched(export) / "tokenizer"
     made = tokenizer(config, words) if words.is_dir() else tokenizer(config)

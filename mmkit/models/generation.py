@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from mmkit.errors import InputError
 from mmkit.models.language import Places, text_config
@@ -107,8 +108,6 @@ def decode(
     Where programs are compiled for shapes, the cache has its full length from the start: one program for all prompts of a shape and
     one for every further token. Elsewhere it grows, so that no position that is not there yet is looked at.
     """
-    from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
-
     if steps < 1:
         return
     backend = backend or Here(model)
@@ -120,7 +119,7 @@ def decode(
     if backend.compiled:
         layer = functools.partial(StaticLayer, length + steps - 1)
         keys = places.then(places.empty(steps - 1))
-    cache = Cache(layer_class_to_replicate=layer)
+    cache = KeyValues(layer_class_to_replicate=layer)
     last = (places.index * (places.segments > 0)).argmax(1, keepdim=True)  # (B, 1)
     query = Places(*(part.gather(1, last) for part in places))
     query = query._replace(index=torch.full_like(last, length - 1))
@@ -139,6 +138,14 @@ def decode(
         with torch.no_grad(), backend.autocast():
             hidden = model.run(model.language.get_input_embeddings()(tokens[:, None]), query, keys, cache)
             tokens = choose(model.logits(hidden[:, 0]), sampling)
+
+
+class KeyValues(Cache):
+    """Keys in the type of their values. Rotary embeddings make keys fp32 under autocast; attention would cast them at every step."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See `Cache.update`."""
+        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
 
 
 def choose(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -30,7 +30,7 @@ from mmkit.config import ClipConfig, ConfigError, ModelConfig, VlmConfig
 from mmkit.errors import InputError
 from mmkit.models.build import build, build_hollow, unit_readers, units_of
 from mmkit.models.convert import files, llava
-from mmkit.models.hollow import Stored, allocate, base_name, cast_at_use, digest_of, same_tensor, without_memory
+from mmkit.models.hollow import Stored, allocate, base_name, digest_of, same_tensor, without_memory
 from mmkit.models.language import hf_config
 from mmkit.models.merging import LOSS_LIMIT, Merging
 from mmkit.storage import fetched, is_remote
@@ -272,9 +272,7 @@ def from_pretrained(
     if not (folder / "config.json").is_file() or MARK not in json.loads((folder / "config.json").read_text(encoding="utf8")):
         from mmkit.models.convert import published
 
-        model, config = published.load(folder, dtype=dtype or torch.float32)
-        for p in cast_at_use(model) if half else ():
-            p.data = p.data.to(half)
+        model, config = published.load(folder, dtype=dtype or torch.float32, half=half)
         return model.to(device), config
     config, content = read_config(folder)
     with without_memory():
