@@ -22,6 +22,7 @@ from mmkit.models.generation import Sampling, generate
 from mmkit.sharding.backend import Backend
 
 KEPT_BYTES = 512 * 2**20  # of encoder features
+PICTURES = 16  # encoded at a time
 BUCKETS = (*range(16, 256, 16), *range(256, 4097, 64))  # prompt lengths, so that few shapes occur
 
 
@@ -52,7 +53,7 @@ class VlmAnswerer:
 class EncodedPictures:
     """Encoder features of pictures, computed in batches on demand and kept while they fit; the form of a feature cache."""
 
-    def __init__(self, model: torch.nn.Module, transforms: Sequence[Callable], backend: Backend, batch: int = 16):
+    def __init__(self, model: torch.nn.Module, transforms: Sequence[Callable], backend: Backend, batch: int = PICTURES):
         self.model, self.transforms, self.backend, self.n_batch = model, list(transforms), backend, batch
         self.kept: OrderedDict[str, tuple[list[Tensor], tuple[int, int]]] = OrderedDict()
         self.bytes = 0

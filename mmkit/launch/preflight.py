@@ -175,13 +175,14 @@ def build_meta(run: RunConfig) -> Any:
 
 def count(run: RunConfig, module: Any = None) -> tuple[Part, ...]:
     """Parameters by component of the full-size model of ``run``, and what trains of them: found by training's own rules."""
+    from mmkit.models.hollow import cast_at_use
     from mmkit.training import adapters, weights
     from mmkit.training.optim import component_of
 
     module = module or build_meta(run)
     components, train = weights.model_file(run).COMPONENTS, run.train
     if run.stage == "eval":
-        return count_parts(module, components)
+        return count_parts(module, components, halved=cast_at_use(module))
     locks = run.model.kind == "clip"  # a locked tower stays locked
     named = list(module.named_parameters(remove_duplicate=False))
     trained = {name for name, p in named if p.requires_grad or not locks}
