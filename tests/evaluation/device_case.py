@@ -46,7 +46,7 @@ def request(number: int, region: bool) -> Example:
 
 
 def scored(kind: str, folder: str) -> dict:
-    """Answers of three batches with the programs compiled after each, a chat's answer, and contrastive metrics."""
+    """Answers of three batches with the programs compiled after each, longer answers, those of a chat, and contrastive metrics."""
     backend = alone(BackendConfig(kind=kind, xla_devices=1 if kind == "xla" else None), "fp32")
     found: dict = {"device": backend.device.type}
     for preset in PRESETS[:2]:
@@ -57,10 +57,17 @@ def scored(kind: str, folder: str) -> dict:
             batch = [request(number, config.regions is not None) for number in (start, start + 1)]
             row["answers"] += answer(batch, Decode(max_new_tokens=6))
             row["programs"].append(backend.compiles() - begun)
+        begun = backend.compiles()
+        row["long answer"] = answer(batch, Decode(max_new_tokens=16))[0]
+        row["programs of longer answers"] = backend.compiles() - begun
         found[preset] = row
-    asked = request(0, region=True)
-    chat = open_chat(model, config, words, transforms, max_new_tokens=4, backend=backend)
-    found["chat"] = chat(asked.images[0].data, "What is <region>?", regions=asked.regions)[0]
+    asked, begun = request(0, region=True), backend.compiles()
+    chat = open_chat(model, config, words, transforms, max_new_tokens=8, backend=backend)
+    found["chat"], found["programs of turns"], history = [], [], []
+    for text in ("What is <region>?", "And?"):  # two prompts of one bucket
+        said, history = chat(asked.images[0].data, text, history, regions=asked.regions)
+        found["chat"].append(said)
+        found["programs of turns"].append(backend.compiles() - begun)
     run = load(PRESETS[2], "eval", {"tasks": ["clip_retrieval", "clip_zero_shot"], "evaluation.limit": 24})
     results = evaluate_model(run, *opened(f"{folder}/{PRESETS[2]}", backend), backend=backend)
     found["clip"] = {result.task: result.metrics for result in results}

@@ -13,11 +13,11 @@ import torch
 
 from mmkit.config import BackendConfig, load
 from mmkit.data.conversation import Formatter
-from mmkit.data.example import Example, ImageRef, Turn
 from mmkit.data.prompting import prompt_batch
-from mmkit.models import pretrained
+from mmkit.launch.scoring_memory import key_value_bytes
+from mmkit.models import generation, pretrained
 from mmkit.models.build import build, image_transforms, tokenizer
-from mmkit.models.generation import Here, decode
+from mmkit.models.generation import Here
 from mmkit.sharding import backend as backends
 from tests.evaluation import device_case
 
@@ -41,7 +41,11 @@ def test_an_xla_device_gives_the_answers_and_scores_of_the_cpu_from_one_program_
         assert got[preset]["answers"] == want[preset]["answers"] and len(set(got[preset]["answers"])) > 3
         # encoders, prompt, and one program for each of the five further tokens of each of the three batches
         assert got[preset]["programs"] == [3, 3, 3]
-    assert got["chat"] == want["chat"]
+        # 15 further tokens where there were 5: a prompt and a token of another cache, and no more
+        assert got[preset]["long answer"] == want[preset]["long answer"] and got[preset]["programs of longer answers"] == 2
+    assert got["chat"] == want["chat"] and len(got["chat"]) == 2
+    first, second = got["programs of turns"]
+    assert first == second == 2
     for task, metrics in want["clip"].items():
         assert got["clip"][task] == pytest.approx(metrics, rel=1e-6)
 
@@ -53,21 +57,31 @@ class Compiled(Here):
 
 
 @pytest.mark.parametrize("kind", [Here, Compiled])
-def test_a_prompt_and_the_next_token_of_the_full_8b_run_without_memory_and_without_a_host_tensor(kind):
-    config = load("8b", "eval").model
+@pytest.mark.parametrize("preset", ["8b", "ferret-7b"])
+def test_a_prompt_and_the_next_token_of_a_published_model_run_without_memory_and_without_a_host_tensor(preset, kind, monkeypatch):
+    config = load(preset, "eval").model
     model = build(config, "meta").eval()
-    words = tokenizer(load("8b-debug", "eval").model)
-    turns = (Turn("user", "<image>\nWhat is this?"),)
-    examples = [Example(f"q{i}", (ImageRef(picture(size)),), turns) for i, size in enumerate(((300, 200), (90, 400)))]
+    assert all(p.is_meta for p in model.parameters()) and sum(p.numel() for p in model.parameters()) > 7e9
+    caches = []
+
+    class Kept(generation.KeyValues):
+        def __init__(self, **options):
+            super().__init__(**options)
+            caches.append(self)
+
+    monkeypatch.setattr(generation, "KeyValues", Kept)
+    words = tokenizer(load(f"{preset}-debug", "eval").model)
+    examples = [device_case.request(number, region=config.regions is not None) for number in (0, 1)]
     batch = prompt_batch(examples, Formatter.of(words, config), config, image_transforms(config)).tensors
-    tokens = list(decode(model, batch, 2, backend=kind(model)))
-    assert [(found.device.type, found.shape) for found in tokens] == [("meta", (2,))] * 2
-
-
-def picture(size):
-    from PIL import Image
-
-    return Image.new("RGB", size, (200, 30, 90))
+    tokens = list(generation.decode(model, batch, 2, backend=kind(model)))
+    assert [(found.device.type, found.shape, found.dtype) for found in tokens] == [("meta", (2,), torch.int64)] * 2
+    architecture, length = config.language.architecture, batch["input_ids"].shape[1] + 1
+    heads = architecture.get("num_key_value_heads", architecture["num_attention_heads"])
+    [cache] = caches
+    assert len(cache.layers) == architecture["num_hidden_layers"] and length > 576
+    kept = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    assert {(tensor.device.type, tuple(tensor.shape)) for tensor in kept} == {("meta", (2, heads, length, 128))}
+    assert sum(tensor.nbytes for tensor in kept) == key_value_bytes(architecture, 2, length, 4)
 
 
 @pytest.mark.parametrize("preset", ["8b-debug", "ferret-7b-debug"])
