@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from mmkit.config import BackendConfig, VlmConfig
+from mmkit.config import VlmConfig
 from mmkit.data.conversation import Formatter
 from mmkit.data.example import IMAGE, Example, ImageRef, Region, Turn
 from mmkit.data.prompting import prompt_batch
 from mmkit.errors import InputError
 from mmkit.evaluation.answering import BUCKETS
 from mmkit.models.generation import Chat, Sampling
-from mmkit.sharding.backend import Backend, alone
+from mmkit.sharding.backend import Backend
 
 
 def open_chat(
@@ -22,20 +22,16 @@ def open_chat(
     config: VlmConfig,
     tokenizer,
     transforms: Sequence[Callable],
+    backend: Backend,
     max_new_tokens: int = 512,
     sampling: Sampling = Sampling(),
-    backend: Backend | None = None,
 ) -> Chat:
     """``chat(image, text, history, regions=...)`` for this model; an image is a path, URL, bytes, PIL image or array.
 
     Text may say where pictures stand (``<image>``), else they come first; each ``<region>`` takes the next of ``regions``, which are
     those of the whole conversation in order. ``transforms`` as `models.build.image_transforms` gives them.
-    ``backend`` is where the model was put, and its precision (`scoring.opened`); without one the model goes to this machine's
-    accelerator, if it has one, in fp32.
+    ``backend`` is where the model was put, and its precision: ``open_chat(*opened(export, backend), backend)`` (`scoring.opened`).
     """
-    if backend is None:
-        backend = alone(BackendConfig(), "fp32")
-        model.to(backend.device)
     formatter = Formatter.of(tokenizer, config)
     # a conversation gets longer and longer: where programs are compiled for shapes, few lengths occur
     buckets = BUCKETS if backend.compiled else ()

@@ -17,7 +17,7 @@ from mmkit.evaluation.runner import Progress, Result, compared, evaluate, read_r
 from mmkit.evaluation.task import Task, find
 from mmkit.evaluation.zero_shot import Share
 from mmkit.models.exports import finished_export, how_to_train
-from mmkit.sharding.backend import COMPUTE_DTYPE, Backend, alone
+from mmkit.sharding.backend import COMPUTE_DTYPE, Backend, create
 from mmkit.storage import fetched
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 def evaluate_run(run: RunConfig, *, share: Share = Share(), progress: Progress | None = None) -> list[Result]:
     """Scores the run's export on every task of ``run.evaluation``, and adds them to results.json and
-    samples.jsonl in its folder.
+    samples.jsonl in its folder. Its backend is that of one process on one device, as `launch.machine.one_device`
+    finds it.
 
     ConfigError naming the command that makes a missing export, or the nearest task of an unknown one, before
     weights are read; InputError where the folder's results.json is damaged.
@@ -33,8 +34,8 @@ def evaluate_run(run: RunConfig, *, share: Share = Share(), progress: Progress |
     check_tasks(run)
     export = export_of(run)
     stored = read_results(run.folder)["results"]
-    backend = alone(run.backend, run.train.precision)
-    results = evaluate_model(run, *opened(export, backend), share=share, progress=progress, backend=backend)
+    backend = create(run.backend, run.train.precision)
+    results = evaluate_model(run, *opened(export, backend), backend, share=share, progress=progress)
     results = [compared(result, stored) for result in results]
     if share.rank == 0:
         where = {"device": backend.device.type, "precision": backend.precision}
@@ -62,17 +63,12 @@ def evaluate_model(
     config,
     tokenizer,
     transforms,
+    backend: Backend,
     *,
     share: Share = Share(),
     progress: Progress | None = None,
-    backend: Backend | None = None,
 ) -> list[Result]:
-    """The same for a model at hand; nothing is written. ``backend`` is where the model was put; without one it
-    goes to this machine's accelerator, if it has one.
-    """
-    if backend is None:
-        backend = alone(run.backend, run.train.precision)
-        model.to(backend.device)
+    """The same for a model at hand, which was put where ``backend`` is (`opened`); nothing is written."""
     settings = run.evaluation
     if isinstance(config, ClipConfig):
         from mmkit.evaluation.clip_sets import results_of

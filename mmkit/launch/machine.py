@@ -20,7 +20,7 @@ from typing import Literal
 
 import psutil
 
-from mmkit.config import ConfigError, nearest
+from mmkit.config import BackendConfig, ConfigError, RunConfig, changed, nearest
 from mmkit.launch.nvidia import Gpu, nvidia_gpus
 
 log = logging.getLogger(__name__)
@@ -221,6 +221,13 @@ def check_is_here(machine: Machine) -> None:
             "at with dry_run (--dry-run), and its job written (mmkit launch --slurm or --tpu, --show); to train here leave "
             f"out machine and {VARIABLE}"
         )
+
+
+def one_device(run: RunConfig) -> RunConfig:
+    """``run`` with the backend of one process on one device of this machine, whatever backend its preset trains by: what scores."""
+    virtual = run.backend.xla_devices  # of the CPU; one of them does the work of one process
+    kind = "xla" if virtual or found().kind == "tpu" else "single"
+    return changed(run, backend=BackendConfig(kind=kind, xla_devices=virtual and 1).model_dump())
 
 
 def job_options(machine: Machine, target: str) -> dict[str, str]:

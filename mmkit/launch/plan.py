@@ -399,7 +399,7 @@ class Plan:
 
     def __str__(self) -> str:
         if self.run.stage == "eval":
-            return f"{self.message()}\n  scored with:      {self._scoring()}"
+            return f"{self.message()}\n  scored with:      {self.scored_with}"
         known = math.isfinite(self.seconds_a_step)
         time = f"about {duration(self.seconds_a_step)} a step" if known else "not known"
         time += f", {duration(self.hours * 3600)} for {self.steps} steps" if self.hours and known else ""
@@ -413,8 +413,9 @@ class Plan:
             lines.append(f"                    rows of {row.positions:.0f} positions and {row.samples:.3g} samples ({found})")
         return "\n".join(lines)
 
-    def _scoring(self) -> str:
-        """Where and how answers are made, in one line."""
+    @property
+    def scored_with(self) -> str:
+        """Where and how a run of stage eval makes its answers, in one line."""
         run = self.run
         where = f"one process on one device ({self.machine.device})"
         if run.model.kind != "vlm":

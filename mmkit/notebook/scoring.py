@@ -68,12 +68,13 @@ def score(run: RunConfig) -> Scored:
     """
     from mmkit.evaluation.runner import table
     from mmkit.evaluation.scoring import check_tasks, evaluate_run, headline
+    from mmkit.launch.machine import one_device
 
     check_tasks(run)
     if run.dry_run:
         return Scored(run)
     with Progress(1, "scoring") as progress:
-        results = evaluate_run(run, progress=lambda what, done, of: _tell(progress, what, done, of))
+        results = evaluate_run(one_device(run), progress=lambda what, done, of: _tell(progress, what, done, of))
     return Scored(
         run, tuple(results), tuple(table(results)), headline(results), _documents(results), suffix_of(run)
     )

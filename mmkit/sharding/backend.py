@@ -19,8 +19,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib
-import importlib.util
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -216,23 +214,6 @@ def create(config: BackendConfig, precision: Precision) -> Backend:
         raise ConfigError(f"no backend {config.kind!r}{nearest(config.kind, BACKENDS)}; backends are {', '.join(BACKENDS)}")
     module, name = BACKENDS[config.kind].split(":")
     return getattr(importlib.import_module(module), name)(config, precision)
-
-
-def alone(config: BackendConfig, precision: Precision) -> Backend:
-    """The backend of one process that shares its work with no other (scores, a conversation): on this machine's
-    accelerator, else on its CPU.
-
-    CUDA before XLA, since torch_xla drives no CUDA device. XLA where PJRT_DEVICE names a device, or the run's
-    backend is xla and the runtime has one to name: importing torch_xla sets PJRT_DEVICE=CPU where it is not set,
-    so that value alone says nothing. ConfigError for a precision that the device lacks.
-    """
-    named = os.environ.get("PJRT_DEVICE")
-    runtime = named or config.xla_devices or importlib.util.find_spec("libtpu")
-    xla = named not in (None, "CPU") or (config.kind == "xla" and runtime)
-    if xla and not torch.cuda.is_available():
-        # named devices are virtual ones: a single one does the work of one process
-        return create(BackendConfig(kind="xla", xla_devices=config.xla_devices and 1), precision)
-    return create(BackendConfig(), precision)
 
 
 # ---------------------------------------------------------------- names and dtypes, shared by all backends

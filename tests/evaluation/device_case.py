@@ -17,7 +17,7 @@ from mmkit.evaluation.scoring import evaluate_model, opened
 from mmkit.evaluation.task import Decode
 from mmkit.models.build import build, tokenizer
 from mmkit.models.pretrained import save_pretrained
-from mmkit.sharding.backend import alone
+from mmkit.sharding.backend import create
 
 PRESETS = ("8b-debug", "ferret-7b-debug", "clip-vit-l-14-debug")
 WORDS = ("what?", "why?", "is it so", "or?", "hm", "no way")
@@ -47,7 +47,7 @@ def request(number: int, region: bool) -> Example:
 
 def scored(kind: str, folder: str) -> dict:
     """Answers of three batches with the programs compiled after each, longer answers, those of a chat, and contrastive metrics."""
-    backend = alone(BackendConfig(kind=kind, xla_devices=1 if kind == "xla" else None), "fp32")
+    backend = create(BackendConfig(kind=kind, xla_devices=1 if kind == "xla" else None), "fp32")
     found: dict = {"device": backend.device.type}
     for preset in PRESETS[:2]:
         model, config, words, transforms = opened(f"{folder}/{preset}", backend)
@@ -62,14 +62,14 @@ def scored(kind: str, folder: str) -> dict:
         row["programs of longer answers"] = backend.compiles() - begun
         found[preset] = row
     asked, begun = request(0, region=True), backend.compiles()
-    chat = open_chat(model, config, words, transforms, max_new_tokens=8, backend=backend)
+    chat = open_chat(model, config, words, transforms, backend, max_new_tokens=8)
     found["chat"], found["programs of turns"], history = [], [], []
     for text in ("What is <region>?", "And?"):  # two prompts of one bucket
         said, history = chat(asked.images[0].data, text, history, regions=asked.regions)
         found["chat"].append(said)
         found["programs of turns"].append(backend.compiles() - begun)
     run = load(PRESETS[2], "eval", {"tasks": ["clip_retrieval", "clip_zero_shot"], "evaluation.limit": 24})
-    results = evaluate_model(run, *opened(f"{folder}/{PRESETS[2]}", backend), backend=backend)
+    results = evaluate_model(run, *opened(f"{folder}/{PRESETS[2]}", backend), backend)
     found["clip"] = {result.task: result.metrics for result in results}
     return found
 

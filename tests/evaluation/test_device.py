@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmkit.config import BackendConfig, load
+from mmkit.config import load
 from mmkit.data.conversation import Formatter
 from mmkit.data.prompting import prompt_batch
+from mmkit.launch import machine
 from mmkit.launch.scoring_memory import key_value_bytes
 from mmkit.models import generation, pretrained
 from mmkit.models.build import build, image_transforms, tokenizer
 from mmkit.models.generation import Here
-from mmkit.sharding import backend as backends
 from tests.evaluation import device_case
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,19 +101,14 @@ def test_weights_in_half_precision_give_the_very_logits_of_autocast_over_fp32_on
     assert torch.equal(want, got)
 
 
-def test_one_process_takes_the_device_that_the_machine_names(monkeypatch):
-    made = []
-    monkeypatch.setattr(backends, "create", lambda config, precision: made.append((config.kind, config.xla_devices)) or made[-1])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
-    virtual, real = BackendConfig(kind="xla", xla_devices=4), BackendConfig(kind="xla")
-    monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    assert backends.alone(virtual, "bf16") == ("xla", 1)
-    assert backends.alone(real, "bf16") == ("single", None)  # a preset for a TPU, scored where there is none
-    assert backends.alone(BackendConfig(kind="deepspeed", processes=8), "bf16") == ("single", None)
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")  # as importing torch_xla leaves it
-    assert backends.alone(BackendConfig(), "bf16") == ("single", None)
-    monkeypatch.setenv("PJRT_DEVICE", "TPU")
-    assert backends.alone(BackendConfig(), "bf16") == ("xla", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert backends.alone(real, "bf16") == ("single", None)
+def test_one_process_takes_the_device_that_the_machine_has(monkeypatch):
+    for preset, here, settings, want in (
+        ("8b", "v4-8", {}, ("xla", None)),
+        ("8b", "8xa100-80gb", {}, ("single", None)),  # whose preset trains on a TPU
+        ("ferret-7b", "cpu", {}, ("single", None)),
+        ("tiny", "v4-8", {}, ("xla", None)),
+        ("tiny", "cpu", {"backend.kind": "xla", "backend.xla_devices": 1}, ("xla", 1)),
+    ):
+        monkeypatch.setattr(machine, "found", lambda here=here: machine.named(here))
+        backend = machine.one_device(load(preset, "eval", settings)).backend
+        assert (backend.kind, backend.xla_devices, backend.processes) == (*want, 1)
