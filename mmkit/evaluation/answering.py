@@ -36,12 +36,17 @@ class VlmAnswerer:
         self.model, self.config, self.tokenizer, self.backend = model, config, tokenizer, backend
         self.formatter = Formatter.of(tokenizer, config)
         self.pictures = EncodedPictures(model, transforms, backend)
+        self.n_rows = 0  # of the largest batch so far
 
     def __call__(self, requests: Sequence[Example], decode: Decode = Decode()) -> list[str]:
+        wanted = len(requests)
+        if self.backend.compiled:  # a smaller last batch would be two more programs: it is filled up
+            self.n_rows = max(self.n_rows, wanted)
+            requests = [*requests, *requests[:1] * (self.n_rows - wanted)]
         stop, sampling = self.formatter.stop_ids, Sampling(decode.temperature, decode.top_p)
         # around all steps: the casts of fp32 weights are kept until it ends
         with self.backend.autocast():
-            rows = generate(self.model, self.tensors(requests), decode.max_new_tokens, stop, sampling, self.backend)
+            rows = generate(self.model, self.tensors(requests), decode.max_new_tokens, stop, sampling, self.backend)[:wanted]
         return [self.tokenizer.decode([token for token in row if token not in stop], skip_special_tokens=True).strip() for row in rows]
 
     def tensors(self, requests: Sequence[Example]) -> dict[str, Tensor]:

@@ -46,15 +46,15 @@ def request(number: int, region: bool) -> Example:
 
 
 def scored(kind: str, folder: str) -> dict:
-    """Answers of three batches with the programs compiled after each, longer answers, those of a chat, and contrastive metrics."""
+    """Answers of four batches (the last is smaller) with the programs compiled after each, longer answers, a chat, contrastive metrics."""
     backend = create(BackendConfig(kind=kind, xla_devices=1 if kind == "xla" else None), "fp32")
     found: dict = {"device": backend.device.type}
     for preset in PRESETS[:2]:
         model, config, words, transforms = opened(f"{folder}/{preset}", backend)
         begun, row = backend.compiles(), {"answers": [], "programs": []}
         answer = VlmAnswerer(model, config, words, transforms, backend)
-        for start in range(0, 6, 2):
-            batch = [request(number, config.regions is not None) for number in (start, start + 1)]
+        for numbers in ((0, 1), (2, 3), (4, 5), (5,)):
+            batch = [request(number, config.regions is not None) for number in numbers]
             row["answers"] += answer(batch, Decode(max_new_tokens=6))
             row["programs"].append(backend.compiles() - begun)
         begun = backend.compiles()
