@@ -417,6 +417,7 @@ def _write_shards(options: argparse.Namespace) -> None:
 
 
 def _eval(options: argparse.Namespace) -> int:
+    from mmkit.evaluation.scoring import check_tasks
     from mmkit.launch.preflight import preflight
     from mmkit.notebook.scoring import score
 
@@ -424,8 +425,9 @@ def _eval(options: argparse.Namespace) -> int:
     run = run_of(options)
     wanted = {name.replace(".", "__"): value for name, value in named.items() if value is not None}
     run = changed(run, "the command line", **wanted) if wanted else run
-    if run.dry_run:
-        print(preflight(run))
+    check_tasks(run)
+    report = preflight(run)
+    print(report if run.dry_run else f"scored with: {report.plan.scored_with}")
     print(score(run))
     return 0
 

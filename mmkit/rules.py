@@ -25,6 +25,10 @@ READ_WITH: dict[str, dict[str, str]] = {  # a setting that only some runs read -
     "cooldown": {"schedule": "const-cooldown"}, "rewind_precision": {"action": "rewind"}, "rewind_lr_factor": {"action": "rewind"},
 }  # fmt: skip
 
+SCORED_BY: dict[str, tuple] = {  # settings of a backend that one process on one device has, and their values
+    "kind": ("auto", "single", "xla"), "processes": (None, 1), "nodes": (None, 1), "xla_devices": (None, 1), "fsdp_axis": (None, 1),
+}  # fmt: skip
+
 
 def check(run: RunConfig, source: str) -> None:
     """ConfigError for a name that cannot be a folder, a batch that its devices cannot share, or answers of a model that gives none."""
@@ -84,3 +88,17 @@ def check_read(run: RunConfig, paths: Iterable[tuple[str, ...]], source: str) ->
         could = has | {"kind": needs.get("kind")} if has.get("kind") == "auto" else has  # chosen among those that read it
         if could != needs and value != type(section).model_fields[name].default:
             raise ConfigError(f"{'.'.join((*above, name))} = {value!r} (from {source}) is read with {needs} only, not {has}; leave it out")
+    if run.stage == "eval":
+        _check_scored_by(run, paths, source)
+
+
+def _check_scored_by(run: RunConfig, paths: Iterable[tuple[str, ...]], source: str) -> None:
+    """ConfigError for a setting given by hand of a backend that scoring cannot use; a preset's is that of its training."""
+    fields = type(run.backend).model_fields
+    given = [name for path in paths if path[0] == "backend" for name in (path[1:2] or fields)]
+    for name in given:
+        value, fine = getattr(run.backend, name), SCORED_BY.get(name, (fields[name].default,))
+        if value not in fine:
+            raise ConfigError(
+                f"backend.{name} = {value!r} (from {source}): scoring runs in one process on one device, by backend single or xla; leave it out"
+            )

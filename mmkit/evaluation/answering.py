@@ -6,7 +6,6 @@ evaluation encodes each picture once (as far as they fit in `KEPT_BYTES`).
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -20,30 +19,34 @@ from mmkit.data.images import open_image
 from mmkit.data.prompting import prompt_batch
 from mmkit.evaluation.task import Decode
 from mmkit.models.generation import Sampling, generate
+from mmkit.sharding.backend import Backend
 
 KEPT_BYTES = 512 * 2**20  # of encoder features
+PICTURES = 16  # encoded at a time
 BUCKETS = (*range(16, 256, 16), *range(256, 4097, 64))  # prompt lengths, so that few shapes occur
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class VlmAnswerer:
     """``answerer(requests, decode)`` -> one text a request, in order; requests end with the turn to be answered.
 
-    ``transforms`` as `models.build.image_transforms` gives them; ``precision`` is that of training (bf16 runs under autocast).
+    ``transforms`` as `models.build.image_transforms` gives them; ``backend`` is where the model was put, and its precision.
     """
 
-    def __init__(self, model: torch.nn.Module, config: VlmConfig, tokenizer, transforms: Sequence[Callable], precision: str = "bf16"):
-        self.model, self.config, self.tokenizer = model, config, tokenizer
+    def __init__(self, model: torch.nn.Module, config: VlmConfig, tokenizer, transforms: Sequence[Callable], backend: Backend):
+        self.model, self.config, self.tokenizer, self.backend = model, config, tokenizer, backend
         self.formatter = Formatter.of(tokenizer, config)
-        self.pictures = EncodedPictures(model, transforms)
-        self.precision = precision
+        self.pictures = EncodedPictures(model, transforms, backend)
+        self.n_rows = 0  # of the largest batch so far
 
     def __call__(self, requests: Sequence[Example], decode: Decode = Decode()) -> list[str]:
-        device = next(self.model.parameters()).device
-        stop = self.formatter.stop_ids
-        with autocast(device, self.precision):  # the encoders too, as in training
-            tensors = {name: tensor.to(device) for name, tensor in self.tensors(requests).items()}
-            rows = generate(self.model, tensors, decode.max_new_tokens, stop, Sampling(decode.temperature, decode.top_p))
+        wanted = len(requests)
+        if self.backend.compiled:  # a smaller last batch would be two more programs: it is filled up
+            self.n_rows = max(self.n_rows, wanted)
+            requests = [*requests, *requests[:1] * (self.n_rows - wanted)]
+        stop, sampling = self.formatter.stop_ids, Sampling(decode.temperature, decode.top_p)
+        # around all steps: the casts of fp32 weights are kept until it ends
+        with self.backend.autocast():
+            rows = generate(self.model, self.tensors(requests), decode.max_new_tokens, stop, sampling, self.backend)[:wanted]
         return [self.tokenizer.decode([token for token in row if token not in stop], skip_special_tokens=True).strip() for row in rows]
 
     def tensors(self, requests: Sequence[Example]) -> dict[str, Tensor]:
@@ -55,8 +58,8 @@ class VlmAnswerer:
 class EncodedPictures:
     """Encoder features of pictures, computed in batches on demand and kept while they fit; the form of a feature cache."""
 
-    def __init__(self, model: torch.nn.Module, transforms: Sequence[Callable], batch: int = 16):
-        self.model, self.transforms, self.n_batch = model, list(transforms), batch
+    def __init__(self, model: torch.nn.Module, transforms: Sequence[Callable], backend: Backend, batch: int = PICTURES):
+        self.model, self.transforms, self.backend, self.n_batch = model, list(transforms), backend, batch
         self.kept: OrderedDict[str, tuple[list[Tensor], tuple[int, int]]] = OrderedDict()
         self.bytes = 0
         self.shapes = [((encoder.side**2, encoder.width), torch.float32) for encoder in model.encoders]
@@ -66,13 +69,16 @@ class EncodedPictures:
         wanted = {ref.identity: ref for ref in refs}
         missing = [ref for name, ref in wanted.items() if name not in self.kept]
         self._make_room(wanted)
-        device = next(self.model.parameters()).device
         for start in range(0, len(missing), self.n_batch):
             part = missing[start : start + self.n_batch]
             opened = [open_image(ref) for ref in part]
-            images = [torch.stack([transform(image) for image in opened]).to(device) for transform in self.transforms]
-            with torch.no_grad():
-                grids = [grid.float().cpu() for grid in self.model.encode(images)]
+            # one shape, so one program, where programs are compiled for shapes; what fills it up is not kept
+            filled = opened + opened[:1] * (self.n_batch - len(part) if self.backend.compiled else 0)
+            pixels = {str(e): torch.stack([transform(image) for image in filled]) for e, transform in enumerate(self.transforms)}
+            with torch.no_grad(), self.backend.autocast():  # the encoders too, as in training
+                grids = [grid.float() for grid in self.model.encode(list(self.backend.shard(pixels).values()))]
+            self.backend.sync()
+            grids = [grid.cpu() for grid in grids]
             for row, (ref, image) in enumerate(zip(part, opened, strict=True)):
                 self.kept[ref.identity] = ([grid[row].clone() for grid in grids], image.size)
                 self.bytes += sum(grid[row].nbytes for grid in grids)
@@ -87,10 +93,3 @@ class EncodedPictures:
                 return
             grids, _ = self.kept.pop(name)
             self.bytes -= sum(grid.nbytes for grid in grids)
-
-
-def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:
-    """Mixed precision for bf16 and fp16, nothing for the others."""
-    if precision not in AUTOCAST:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, AUTOCAST[precision])

@@ -5,22 +5,27 @@ demo's headline numbers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mmkit.config import ClipConfig, ConfigError, RunConfig
+import torch
+
+from mmkit.config import ClipConfig, ConfigError, ModelConfig, RunConfig
 from mmkit.evaluation.published import published_score
 from mmkit.evaluation.runner import Progress, Result, compared, evaluate, read_results, write_results
 from mmkit.evaluation.task import Task, find
 from mmkit.evaluation.zero_shot import Share
 from mmkit.models.exports import check_parent, finished_export, how_to_train
+from mmkit.sharding.backend import COMPUTE_DTYPE, Backend, create
 from mmkit.storage import fetched
 
+log = logging.getLogger(__name__)
 
 
 def evaluate_run(run: RunConfig, *, share: Share = Share(), progress: Progress | None = None) -> list[Result]:
     """Scores the run's export on every task of ``run.evaluation``, and adds them to results.json and
-    samples.jsonl in its folder.
+    samples.jsonl in its folder. Its backend is that of one process on one device (`launch.launch.for_this_machine`).
 
     ConfigError naming the command that makes a missing export, or the nearest task of an unknown one, before
     weights are read; InputError where the folder's results.json is damaged.
@@ -28,20 +33,27 @@ def evaluate_run(run: RunConfig, *, share: Share = Share(), progress: Progress |
     check_tasks(run)
     export = export_of(run)
     stored = read_results(run.folder)["results"]
+    backend = create(run.backend, run.train.precision)
+    results = evaluate_model(run, *opened(export, backend), backend, share=share, progress=progress)
+    results = [compared(result, stored) for result in results]
+    if share.rank == 0:
+        where = {"device": backend.device.type, "precision": backend.precision}
+        write_results(run.folder, results, {"export": export, "preset": run.preset} | where)
+    return results
+
+
+def opened(export: str, backend: Backend) -> tuple[torch.nn.Module, ModelConfig, Any, list[Callable]]:
+    """(model, its config, its tokenizer, its image transforms) of an export, the model on the device of
+    ``backend`` and in the types that its precision needs there.
+    """
     from mmkit.models.build import image_transforms, tokenizer
     from mmkit.models.pretrained import from_pretrained
 
-    model, config = from_pretrained(export)
-    model.eval()
+    model, config = from_pretrained(export, backend.device, half=COMPUTE_DTYPE[backend.precision])
+    log.info("%s is on %s, computing in %s", export, backend.device, backend.precision)
     words = fetched(export) / "tokenizer"
     made = tokenizer(config, words) if words.is_dir() else tokenizer(config)
-    results = evaluate_model(
-        run, model, config, made, image_transforms(config), share=share, progress=progress
-    )
-    results = [compared(result, stored) for result in results]
-    if share.rank == 0:
-        write_results(run.folder, results, {"export": export, "preset": run.preset})
-    return results
+    return model.eval(), config, made, image_transforms(config)
 
 
 def evaluate_model(
@@ -50,22 +62,23 @@ def evaluate_model(
     config,
     tokenizer,
     transforms,
+    backend: Backend,
     *,
     share: Share = Share(),
     progress: Progress | None = None,
 ) -> list[Result]:
-    """The same for a model at hand; nothing is written."""
+    """The same for a model at hand, which was put where ``backend`` is (`opened`); nothing is written."""
     settings = run.evaluation
     if isinstance(config, ClipConfig):
         from mmkit.evaluation.clip_sets import results_of
         from mmkit.evaluation.tasks.clip_demo import Towers
 
-        towers = Towers.of(model, tokenizer, transforms)
+        towers = Towers.of(model, tokenizer, transforms, backend)
         return results_of(settings.tasks, towers, batch=settings.batch, share=share, limit=settings.limit)
     from mmkit.evaluation.answering import VlmAnswerer
     from mmkit.evaluation.tasks.table import TASKS
 
-    answer = VlmAnswerer(model, config, tokenizer, transforms, run.train.precision)
+    answer = VlmAnswerer(model, config, tokenizer, transforms, backend)
     results = []
     for name in settings.tasks:
         task = find(name, TASKS)

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mmkit.config import Chosen, ConfigError, LoraConfig, RunConfig, asked, changed
+from mmkit.config import BackendConfig, Chosen, ConfigError, LoraConfig, RunConfig, asked, changed
 from mmkit.launch.counting import count, spelt_out
 from mmkit.launch.machine import GPUS, Machine, named
 from mmkit.launch.plan import Part, Plan, TooLargeError, make_plan, size
@@ -95,6 +95,8 @@ def choose(run: RunConfig, machine: Machine, parts: Sequence[Part] | None = None
     what is asked; TooLargeError where nothing fits, or, without ``must_fit``, what comes nearest.
     """
     parts, best = count(run) if parts is None else parts, None
+    if run.stage == "eval":
+        run = _scored_by(run)
     if run.chosen:
         best = _planned(run, machine, parts)
         return _fitting(best, machine) if must_fit else best
@@ -138,6 +140,12 @@ def _planned(run: RunConfig, machine: Machine, parts: Sequence[Part]) -> Choice:
     """The plan of a resolved run, on the part of the machine that it uses."""
     used = machine if machine.devices == run.devices else machine.using(run.devices)
     return Choice(run, make_plan(spelt_out(run), parts, used))
+
+
+def _scored_by(run: RunConfig) -> RunConfig:
+    """``run`` without the backend that its preset trains by: scoring takes one device, by what was given by hand for it, or by `single` or `xla`."""
+    given = {name: value for name, value in run.backend if f"backend.{name}" in run.pinned}
+    return run.model_copy(update={"backend": BackendConfig(**given)})
 
 
 def _with(run: RunConfig, settings: dict[str, Any]) -> RunConfig:

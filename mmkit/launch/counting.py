@@ -47,13 +47,14 @@ _COUNTED: dict[tuple, tuple[Part, ...]] = {}  # a few numbers a model
 
 
 def _count(run: RunConfig) -> tuple[Part, ...]:
+    from mmkit.models.hollow import cast_at_use
     from mmkit.training import adapters, weights
     from mmkit.training.optim import component_of
 
     module = build_meta(run)
     components, train = weights.model_file(run).COMPONENTS, run.train
     if run.stage == "eval":
-        return count_parts(module, components)
+        return count_parts(module, components, halved=cast_at_use(module))
     locks = run.model.kind == "clip"  # a locked tower stays locked
     named = list(module.named_parameters(remove_duplicate=False))
     trained = {name for name, p in named if p.requires_grad or not locks}

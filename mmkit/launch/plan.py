@@ -48,6 +48,7 @@ class Part:
     adapters: int = 0  # LoRA parameters added to it
     linear: int = 0  # weights of its linear layers but the head: what quantisation stores in few bits
     tables: int = 0  # embeddings: looked up, not multiplied
+    halved: int = 0  # weights that scoring keeps in half precision where it computes in it (`models.hollow.cast_at_use`)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +78,12 @@ class Need:
     gradients: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0
+    cache: float = 0.0  # keys and values of the positions that an answer goes on from
 
     @property
     def total(self) -> float:
-        """All four together."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        """All kinds together."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.cache
 
 
 # ---------------------------------------------------------------- counting
@@ -93,10 +95,11 @@ def count_parts(
     trained: Collection[str] = (),
     adapted: Collection[str] = (),
     lora: LoraConfig | None = None,
+    halved: Iterable[Any] = (),
 ) -> tuple[Part, ...]:
     """The parameters of a module (on any device, also meta) by component; ``trained`` names those that train whole,
-    ``adapted`` the linear layers that get an adapter of ``lora`` (`training.adapters.targets_of`)."""
-    head = {id(p) for p in _head(module)}
+    ``adapted`` the linear layers that get an adapter of ``lora`` (`training.adapters.targets_of`), ``halved`` are those of `Part.halved`."""
+    head, small = {id(p) for p in _head(module)}, {id(p) for p in halved}
     tables: dict[str, dict[str, int]] = {}
     seen: set[int] = set()
     for path, layer in module.named_modules():
@@ -107,10 +110,11 @@ def count_parts(
                 continue
             seen.add(id(parameter))
             component = _component(name, components)
-            row = tables.setdefault(component, dict.fromkeys(("parameters", "trained", "adapters", "linear", "tables"), 0))
+            row = tables.setdefault(component, dict.fromkeys(("parameters", "trained", "adapters", "linear", "tables", "halved"), 0))
             row["parameters"] += parameter.numel()
             row["trained"] += parameter.numel() if name in trained else 0
             row["tables"] += parameter.numel() if type(layer).__name__ == "Embedding" else 0
+            row["halved"] += parameter.numel() if id(parameter) in small else 0
             if linear and key == "weight" and id(parameter) not in head:
                 row["linear"] += parameter.numel()
             if key == "weight" and path in adapted:  # two thin matrices, and a magnitude a row
@@ -154,9 +158,6 @@ def state_needs(run: RunConfig, parts: Iterable[Part], devices: int) -> tuple[Ne
     moments = ADAM_BYTES[train.optimizer.kind]
     needs = []
     for part in parts:
-        if run.stage == "eval":
-            needs.append(Need(part.component, weights=part.parameters * 4.0 / cut.weights))
-            continue
         trained = part.trained + part.adapters
         frozen = _frozen_weights(run, part) / (1 if train.bits < 16 and part.component == "language" else cut.weights)
         optimizer = trained * moments / cut.optimizer + trained * cut.master / cut.optimizer
@@ -193,7 +194,7 @@ def _in_fp32(source: str) -> bool:
 def cast_bytes(run: RunConfig, part: Part) -> float:
     """Half-precision copies of weights that autocast makes and backward keeps; block by block where blocks are recomputed."""
     train = run.train
-    half = train.precision in ("bf16", "fp16") and run.stage != "eval" and part.component not in _locked(run)
+    half = train.precision in ("bf16", "fp16") and part.component not in _locked(run)
     if not half or train.checkpoint_blocks:
         return 0.0
     return 2.0 * (part.parameters - _small_linear(run, part))
@@ -223,8 +224,6 @@ def activation_needs(run: RunConfig) -> dict[str, float]:
     needs["encoders"] = max(images * encoder.side**2 * 1664 * 12 * width for encoder in model.encoders)  # one block at a time: frozen
     if "encoders" in train.trainable:
         needs["encoders"] *= 24
-    if run.stage == "eval":
-        needs = {name: value / 8 for name, value in needs.items()}
     return needs
 
 
@@ -249,7 +248,7 @@ def _contrastive_activations(run: RunConfig, width: int) -> dict[str, float]:
     architecture = run.model.architecture or {}
     vision, text = architecture.get("vision_cfg", {}), architecture.get("text_cfg", {})
     needs = {}
-    for name, tower, tokens in (("image", vision, _image_tokens(vision)), ("text", text, text.get("context_length", 77))):
+    for name, tower, tokens in (("image", vision, image_tokens(vision)), ("text", text, text.get("context_length", 77))):
         layers, d = tower.get("layers", 24 if name == "image" else 12), tower.get("width", 1024 if name == "image" else 768)
         locked = run.model.lock_image if name == "image" else run.model.lock_text
         one_layer = run.train.device_batch * tokens * d * (34 if width == 2 else 60)
@@ -258,7 +257,8 @@ def _contrastive_activations(run: RunConfig, width: int) -> dict[str, float]:
     return needs
 
 
-def _image_tokens(vision: dict[str, Any]) -> int:
+def image_tokens(vision: dict[str, Any]) -> int:
+    """Positions of a contrastive image tower, its class token included."""
     size, patch = vision.get("image_size", 224), vision.get("patch_size", 14)
     return (size // patch) ** 2 + 1 if isinstance(size, int) and isinstance(patch, int) else 257
 
@@ -363,6 +363,13 @@ class Plan:
         """Hours of the whole run; None where the number of steps is not known."""
         return self.steps * self.seconds_a_step / 3600 if self.steps else None
 
+    @property
+    def _kinds(self) -> dict[str, str]:
+        """What memory goes to, field of `Need` -> words."""
+        scored = ("weights", "cache", "activations") if self.run.model.kind == "vlm" else ("weights", "activations")
+        kinds = scored if self.run.stage == "eval" else ("weights", "gradients", "optimizer", "activations")
+        return {name: {"cache": "keys and values"}.get(name, name) for name in kinds}
+
     def check(self) -> None:
         """TooLargeError where the run does not fit this machine."""
         if not self.fits:
@@ -371,8 +378,7 @@ class Plan:
     def message(self) -> str:
         """What it needs, what the machine has, and the ways on."""
         need, run = self.need, self.run
-        named = ("weights", "activations") if run.stage == "eval" else ("weights", "gradients", "optimizer", "activations")
-        kinds = ", ".join(f"{name} {size(getattr(need, name))}" for name in named)
+        kinds = ", ".join(f"{words} {size(getattr(need, name))}" for name, words in self._kinds.items())
         verdict = "fits" if self.fits else "does not fit"
         several = self.machine.shared and self.machine.devices_per_host > 1
         shared = f" shared by {self.machine.devices_per_host} processes" if several else " a device"
@@ -397,7 +403,7 @@ class Plan:
         rows = []
         for need in self.needs:
             part = counted.get(need.component, Part(need.component, 0))
-            gib = {f"{name} GiB": round(getattr(need, name) / GIB, 3) for name in ("weights", "gradients", "optimizer", "activations")}
+            gib = {f"{name} GiB": round(getattr(need, name) / GIB, 3) for name in self._kinds}
             frozen = part.parameters - part.trained
             row = {"component": need.component, "parameters": part.parameters, "trainable": part.trained + part.adapters, "frozen": frozen}
             rows.append(row | gib | {"total GiB": round(need.total / GIB, 3)})
@@ -406,7 +412,7 @@ class Plan:
 
     def __str__(self) -> str:
         if self.run.stage == "eval":  # its time is that of answers, whose number and length no config says
-            return self.message()
+            return f"{self.message()}\n  scored with:      {self.scored_with}"
         known = math.isfinite(self.seconds_a_step)
         time = f"about {duration(self.seconds_a_step)} a step" if known else "not known"
         time += f", {duration(self.hours * 3600)} for {self.steps} steps" if self.hours and known else ""
@@ -420,6 +426,18 @@ class Plan:
             lines.append(f"                    rows of {row.positions:.0f} positions and {row.samples:.3g} samples ({found})")
         return "\n".join(lines)
 
+    @property
+    def scored_with(self) -> str:
+        """Where and how a run of stage eval makes its answers, in one line."""
+        run = self.run
+        where = f"one process on one device ({self.machine.device})"
+        if run.model.kind != "vlm":
+            return f"{where}, in fp32, batches of {run.evaluation.batch}"
+        from mmkit.launch.scoring_memory import answer_length, prompt_length
+
+        lengths = f"prompts of {prompt_length(run)} positions and answers of up to {answer_length(run)}"
+        return f"{where}, in {run.train.precision}, batches of {run.evaluation.batch} {lengths}"
+
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
@@ -430,6 +448,10 @@ def make_plan(
     run: RunConfig, parts: Sequence[Part], machine: Machine, samples: int | None = None, row: Row | None = None
 ) -> Plan:
     """The plan of ``run`` on ``machine`` for a model with these parts, ``samples`` an epoch, and rows as found in the data."""
+    if run.stage == "eval":
+        from mmkit.launch.scoring_memory import need_of  # it knows the tasks, which a plan of training does not load
+
+        return Plan(run, machine, tuple(parts), tuple(need_of(run, part) for part in parts), samples, row)
     active = activation_needs(run)
     needs = []
     for part, need in zip(parts, state_needs(run, parts, machine.devices), strict=True):
@@ -443,7 +465,7 @@ def _positions(run: RunConfig, component: str) -> int:
     if model.kind != "vlm":
         architecture = model.architecture or {}
         text = architecture.get("text_cfg", {}).get("context_length", 77)
-        return _image_tokens(architecture.get("vision_cfg", {})) if component == "image" else text
+        return image_tokens(architecture.get("vision_cfg", {})) if component == "image" else text
     grids = sum(encoder.side**2 for encoder in model.encoders)
     return run.data.max_images * (grids // len(model.encoders) if component == "encoders" else model.grid_side**2)
 

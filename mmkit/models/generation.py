@@ -6,13 +6,18 @@ what its rows give one by one. In-LLM samplers run in the prefill, where the ima
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
+from mmkit.errors import InputError
 from mmkit.models.language import Places, text_config
+from mmkit.models.regions import rows_at
 from mmkit.models.vlm import VisionLanguageModel, check_batch
 
 
@@ -27,16 +32,37 @@ class Sampling(NamedTuple):
     generator: torch.Generator | None = None
 
 
+class Here:
+    """What generation asks of a `sharding.backend.Backend`, for a model that stays where it is: eager, in the type of its weights."""
+
+    compiled = False
+
+    def __init__(self, model: VisionLanguageModel):
+        self.device = next(model.parameters()).device
+
+    def shard(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors beside the weights."""
+        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """Nothing is cast."""
+        return contextlib.nullcontext()
+
+    def sync(self) -> None:
+        """Nothing waits."""
+
+
 def generate(
     model: VisionLanguageModel,
     batch: Mapping[str, Tensor],
     max_new_tokens: int = 512,
     stop: Sequence[int] = (),
     sampling: Sampling = Sampling(),
+    backend: Any = None,
 ) -> list[list[int]]:
     """New token ids of each row, up to and with its first stop token. Arguments as in `stream`."""
     rows: list[list[int]] = [[] for _ in range(batch["input_ids"].shape[0])]
-    for tokens, fresh in stream(model, batch, max_new_tokens, stop, sampling):
+    for tokens, fresh in stream(model, batch, max_new_tokens, stop, sampling, backend):
         for row, token, is_fresh in zip(rows, tokens.tolist(), fresh.tolist(), strict=True):
             if is_fresh:
                 row.append(token)
@@ -49,20 +75,23 @@ def stream(
     max_new_tokens: int = 512,
     stop: Sequence[int] = (),
     sampling: Sampling = Sampling(),
+    backend: Any = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (tokens (B,), fresh (B,) bool) step by step; a row is fresh until after its stop token, and all stop together.
+    """Yields (tokens (B,), fresh (B,) bool) on the host, step by step; a row is fresh until after its stop token, and all stop together.
 
-    ``batch`` as `VisionLanguageModel` takes it. Padding is where ``segments`` (or ``attention_mask``) is 0; without either it is
-    the language model's pad token at the ends of a row. ``stop`` adds to the model's own end tokens.
+    ``batch`` as `VisionLanguageModel` takes it, on the host or the device. Padding is where ``segments`` (or ``attention_mask``) is 0;
+    without either it is the language model's pad token at the ends of a row, and InputError where it has none. ``stop`` adds to the
+    model's own end tokens. ``backend`` is where the model was put, and its precision; without one it is used where it is, as it is.
     """
     batch = with_mask(batch, text_config(model.language).pad_token_id)
-    check_batch(model.config, batch)
-    ends = torch.tensor(sorted({*stop, *end_tokens(model)}), dtype=torch.long, device=batch["input_ids"].device)
+    check_batch(model.config, batch)  # before it goes to a device, which would have to be asked for every value
+    ends = torch.tensor(sorted({*stop, *end_tokens(model)}), dtype=torch.long)
     training = model.training
     model.eval()
     try:
-        fresh = torch.ones(batch["input_ids"].shape[0], dtype=torch.bool, device=ends.device)
-        for tokens in _decode(model, batch, max_new_tokens, sampling):
+        fresh = torch.ones(batch["input_ids"].shape[0], dtype=torch.bool)
+        for found in decode(model, batch, max_new_tokens, sampling, backend):
+            tokens = found.cpu()
             yield tokens, fresh
             fresh = fresh & ~torch.isin(tokens, ends)
             if not fresh.any():
@@ -71,28 +100,52 @@ def stream(
         model.train(training)
 
 
-def _decode(model: VisionLanguageModel, batch: Mapping[str, Tensor], steps: int, sampling: Sampling) -> Iterator[Tensor]:
-    from transformers import DynamicCache
+def decode(
+    model: VisionLanguageModel, batch: Mapping[str, Tensor], steps: int, sampling: Sampling = Sampling(), backend: Any = None
+) -> Iterator[Tensor]:
+    """Yields the next tokens (B,) of all rows, on the device, without reading one: `stream` without its checks and its end.
 
-    cache = DynamicCache()  # without a config it keeps all keys; sliding windows are in the masks
-    places = model.places(batch)
+    Where programs are compiled for shapes, the cache has its full length from the start: one program for all prompts of a shape and
+    one for every further token. Elsewhere it grows, so that no position that is not there yet is looked at.
+    """
+    if steps < 1:
+        return
+    backend = backend or Here(model)
+    batch = backend.shard(batch)
+    places = keys = model.places(batch)
+    length = batch["input_ids"].shape[1]
+    # layers that keep all keys: sliding windows are in the masks
+    layer = DynamicLayer
+    if backend.compiled:
+        layer = functools.partial(StaticLayer, length + steps - 1)
+        keys = places.then(places.empty(steps - 1))
+    cache = KeyValues(layer_class_to_replicate=layer)
     last = (places.index * (places.segments > 0)).argmax(1, keepdim=True)  # (B, 1)
-    row = torch.arange(len(last), device=last.device)[:, None]
-    query = Places(*(part[row, last] for part in places))
-    with torch.no_grad():
+    query = Places(*(part.gather(1, last) for part in places))
+    query = query._replace(index=torch.full_like(last, length - 1))
+    with torch.no_grad(), backend.autocast():
         embeds, vision = model.embed(batch)
-        hidden = model.run(embeds, places, cache=cache, vision=vision)[row, last]  # (B, 1, D)
+        hidden = model.run(embeds, places, keys, cache, vision)
+        tokens = choose(model.logits(rows_at(hidden, last)[:, 0]), sampling)
     for step in range(steps):
-        with torch.no_grad():
-            tokens = choose(model.logits(hidden[:, 0]), sampling)
+        backend.sync()
         yield tokens
         if step == steps - 1:
             return
-        index = torch.full_like(query.index, batch["input_ids"].shape[1] + step)
-        query = query._replace(index=index, positions=query.positions + 1)
-        places = places.then(query)
-        with torch.no_grad():
-            hidden = model.run(model.language.get_input_embeddings()(tokens[:, None]), query, places, cache)
+        # counted up and not set: a number of Python would be a constant of the program, and the next one another program
+        query = query._replace(index=query.index + 1, positions=query.positions + 1)
+        keys = keys.at(query) if backend.compiled else keys.then(query)
+        with torch.no_grad(), backend.autocast():
+            hidden = model.run(model.language.get_input_embeddings()(tokens[:, None]), query, keys, cache)
+            tokens = choose(model.logits(hidden[:, 0]), sampling)
+
+
+class KeyValues(Cache):
+    """Keys in the type of their values. Rotary embeddings make keys fp32 under autocast; attention would cast them at every step."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See `Cache.update`."""
+        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
 
 
 def choose(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -107,9 +160,18 @@ def choose(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def with_mask(batch: Mapping[str, Tensor], pad: int | None) -> Mapping[str, Tensor]:
-    """The batch with a mask: given, or made from runs of the pad token at either end of a row."""
-    if "segments" in batch or "attention_mask" in batch or pad is None:
+    """The batch with a mask: given, or made from runs of the pad token at either end of a row.
+
+    InputError for several rows without either: one of them may be padded, with what only the caller knows.
+    """
+    rows = len(batch["input_ids"])
+    if "segments" in batch or "attention_mask" in batch or (pad is None and rows == 1):
         return batch
+    if pad is None:
+        raise InputError(
+            f"{rows} prompts have no mask, and the language model's pad_token_id is None, so padding would be read as text; "
+            "give attention_mask (1 = real, 0 = padding), or one prompt at a time"
+        )
     text = batch["input_ids"] != pad
     real = (text.long().cumsum(1) > 0) & (text.flip(1).long().cumsum(1).flip(1) > 0)
     return {**batch, "attention_mask": real.long()}
@@ -129,7 +191,7 @@ class Chat:
 
     ``encode(images, turns, **more)`` makes the batch of one row that asks for the next answer: turns are (role, text) pairs with the
     roles user and assistant, ``more`` is what the caller gives besides (regions, for models that have them). ``decode(ids)`` turns
-    new ids into text.
+    new ids into text. ``backend`` as in `stream`.
     """
 
     def __init__(
@@ -140,9 +202,11 @@ class Chat:
         stop: Sequence[int] = (),
         max_new_tokens: int = 512,
         sampling: Sampling = Sampling(),
+        backend: Any = None,
     ):
         self.model, self.encode, self.decode = model, encode, decode
         self.stop, self.max_new_tokens, self.sampling = tuple(stop), max_new_tokens, sampling
+        self.backend = backend
 
     def __call__(self, image: Any, text: str, history: Sequence[Turn] = (), **more: Any) -> tuple[str, list[Turn]]:
         """The answer to ``text`` about ``image`` (None, one, or a list) after ``history``, and the history with both turns added."""
@@ -152,12 +216,11 @@ class Chat:
     def stream(self, image: Any, text: str, history: Sequence[Turn] = (), **more: Any) -> Iterator[str]:
         """The same answer in pieces, as soon as each is certain."""
         images = [] if image is None else image if isinstance(image, list) else [image]
-        device = next(self.model.parameters()).device
-        batch = {name: t.to(device) for name, t in self.encode(images, [*history, ("user", text)], **more).items()}
+        batch = self.encode(images, [*history, ("user", text)], **more)
         ends = {*self.stop, *end_tokens(self.model)}
         ids: list[int] = []
         shown = ""
-        for tokens, _ in stream(self.model, batch, self.max_new_tokens, self.stop, self.sampling):
+        for tokens, _ in stream(self.model, batch, self.max_new_tokens, self.stop, self.sampling, self.backend):
             if (token := int(tokens[0])) not in ends:
                 ids.append(token)
             whole = self.decode(ids)

@@ -53,6 +53,51 @@ def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn
     return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
 
+def allocate(
+    module: nn.Module, device: str | torch.device, dtype: torch.dtype | None = None, half: torch.dtype | None = None
+) -> None:
+    """Gives parameters on the meta device memory on ``device``, still without values, and moves buffers there.
+
+    In ``dtype`` (None: their own); with ``half`` in that type where `cast_at_use` has them. Tied weights stay one.
+    """
+    halved = {id(p) for p in cast_at_use(module)} if half else set()
+    # the old ones stay alive until all are replaced, or a new one could have the number of one that is gone
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for part in module.modules():
+        for name, p in part._parameters.items():
+            if p is None or not p.is_meta:
+                continue
+            if id(p) not in made:
+                kind = half if id(p) in halved else dtype or p.dtype
+                made[id(p)] = p, nn.Parameter(torch.empty(p.shape, dtype=kind, device=device), requires_grad=p.requires_grad)
+            part._parameters[name] = made[id(p)][1]
+    module.to(device=device, dtype=dtype)
+
+
+def cast_at_use(module: nn.Module) -> list[nn.Parameter]:
+    """Weights of a vision-language model that autocast casts to half precision whenever they are used, so that keeping them cast changes
+    no result: those of linear layers and convolutions of its encoders and its language model.
+
+    What stays in fp32, because its rounding would be new:
+
+    * norms, biases, position tables and embeddings, and a head that is tied to embeddings: autocast leaves them, and the sums of the
+      residual stream that starts from them, in fp32.
+    * encoders whose features are standardised: they run without autocast, since half precision leaves noise of small differences.
+    * connector, samplers and regions: their code looks at the type of its weights, and they are small.
+    * contrastive models: open_clip computes a tower in the type of its weights, and they are scored without autocast.
+    """
+    matrices, others = {}, set()
+    exact = [name for name, part in module.named_modules() if getattr(part, "standard", None) is not None]
+    for path, part in module.named_modules():
+        inside = path.startswith(("encoders.", "language.")) and not any(path.startswith(f"{name}.") for name in exact)
+        for name, p in part._parameters.items():
+            if name == "weight" and inside and type(part) in (nn.Linear, nn.Conv1d, nn.Conv2d):
+                matrices[id(p)] = p
+            else:
+                others.add(id(p))
+    return [p for key, p in matrices.items() if key not in others]
+
+
 def same_tensor(module: nn.Module) -> list[list[str]]:
     """The names in ``module.state_dict()`` of each parameter and persistent buffer: several where it is tied."""
     groups: dict[int, list[str]] = {}

@@ -48,6 +48,16 @@ class Places(NamedTuple):
         """These places followed by others."""
         return Places(*(torch.cat(pair, dim=1) for pair in zip(self, other, strict=True)))
 
+    def empty(self, count: int) -> Places:
+        """``count`` places behind these that are not real yet."""
+        index = self.index[:, -1:] + torch.arange(1, count + 1, device=self.index.device)
+        nothing = torch.zeros_like(index)
+        return Places(index, nothing, nothing, nothing)
+
+    def at(self, other: Places) -> Places:
+        """These places with ``other`` where its indices say."""
+        return Places(*(mine.scatter(1, other.index, new.to(mine.dtype)) for mine, new in zip(self, other, strict=True)))
+
 
 def visible(query: Places, key: Places) -> Tensor:
     """(B, Q, K) bool: same conversation, not later, and of the shared part or the same branch; each position sees itself.

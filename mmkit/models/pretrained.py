@@ -30,7 +30,7 @@ from mmkit.config import ClipConfig, ConfigError, ModelConfig, VlmConfig
 from mmkit.errors import InputError
 from mmkit.models.build import build, build_hollow, unit_readers, units_of
 from mmkit.models.convert import files, llava
-from mmkit.models.hollow import SkipInit, Stored, base_name, digest_of, same_tensor, without_memory
+from mmkit.models.hollow import Stored, allocate, base_name, digest_of, same_tensor, without_memory
 from mmkit.models.language import hf_config
 from mmkit.models.merging import LOSS_LIMIT, Merging
 from mmkit.storage import fetched, is_remote
@@ -259,24 +259,25 @@ def read_config(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
 
 def from_pretrained(
     folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, merge: bool = False,
-    loss_limit: float = LOSS_LIMIT,
+    loss_limit: float = LOSS_LIMIT, half: torch.dtype | None = None,
 ) -> tuple[nn.Module, ModelConfig]:  # fmt: skip
     """(model, config) of an export, or of a published checkpoint in its authors' layout.
 
     Adapters are injected by peft, or with ``merge`` folded into the weights; the log says how much of them ``dtype`` rounds away, and
-    ValueError refuses a layer that loses more than the share ``loss_limit``. ``dtype`` None keeps fp32. Peak memory is the model and one
-    tensor. ValueError listing every missing or unexpected tensor by name. ``folder`` may be a URL.
+    ValueError refuses a layer that loses more than the share ``loss_limit``. ``dtype`` None keeps fp32, but for ``half`` those weights that
+    autocast to it would cast at every use (`hollow.cast_at_use`): results under it are the same. Each tensor goes from its file straight to
+    ``device``: the host holds one at a time. ValueError listing every missing or unexpected tensor by name. ``folder`` may be a URL.
     """
     source, folder = folder, fetched(folder)
     if not (folder / "config.json").is_file() or MARK not in json.loads((folder / "config.json").read_text(encoding="utf8")):
         from mmkit.models.convert import published
 
-        model, config = published.load(folder, dtype=dtype or torch.float32)
+        model, config = published.load(folder, dtype=dtype or torch.float32, half=half)
         return model.to(device), config
     config, content = read_config(folder)
-    with SkipInit():
+    with without_memory():
         model = build(config, weights=False)
-    model.to(device=device, dtype=dtype)
+    allocate(model, device, dtype, half)
     stored = stored_tensors(folder, config, content, merge, dtype or torch.float32, loss_limit)
     files.fill(model, ((name, one.checked()) for name, one in stored.items()), str(folder))
     if (folder / "adapter").is_dir() and not merge:

@@ -72,12 +72,13 @@ def score(run: RunConfig) -> Scored:
     """
     from mmkit.evaluation.runner import table
     from mmkit.evaluation.scoring import check_tasks, evaluate_run, export_of, headline
+    from mmkit.launch.launch import for_this_machine
 
     check_tasks(run)
     if run.dry_run:
         return Scored(run)
     with Progress(1, "scoring") as progress:
-        results = evaluate_run(run, progress=lambda what, done, of: _tell(progress, what, done, of))
+        results = evaluate_run(for_this_machine(run), progress=lambda what, done, of: _tell(progress, what, done, of))
     rows, documents = tuple(table(results)), _documents(results)
     return Scored(
         run, tuple(results), rows, headline(results), documents, suffix_of(run), export_of(run)

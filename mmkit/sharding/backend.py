@@ -45,6 +45,7 @@ class Backend(abc.ABC):
     devices: int = 1  # devices that share a step
     device: torch.device
     precision: Precision
+    compiled: bool = False  # each new shape or constant is a program to compile: work is recorded until `sync`
     module: nn.Module  # what `prepare` returned
     optimizer: torch.optim.Optimizer | None = None
     skipped: Tensor  # 0-dim bool: the last update was left out on all devices (non-finite gradient)
@@ -105,6 +106,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def checkpoint(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` with its activations recomputed in backward."""
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """What forwards of the prepared module run under: half-precision products over fp32 weights, or nothing."""
+        return autocast(self.precision, self.device)
 
     def sync(self) -> None:
         """Run what was recorded so far (lazy devices); nothing elsewhere."""

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from mmkit.config import BackendConfig, ConfigError, Precision, TrainConfig
 from mmkit.errors import InputError
 from mmkit.sharding import moments
-from mmkit.sharding.backend import MOMENTS, Backend, Entry, Factory, Rules, autocast, named, plain_name
+from mmkit.sharding.backend import MOMENTS, Backend, Entry, Factory, Rules, named, plain_name
 from mmkit.sharding.devices import hardware_here
-
 
 
 class SingleBackend(Backend):
@@ -73,7 +72,7 @@ class SingleBackend(Backend):
     def _cast(self, forward: Callable) -> Callable:
         @functools.wraps(forward)
         def run(*args, **kwargs):
-            with autocast(self.precision, self.device):
+            with self.autocast():
                 return forward(*args, **kwargs)
 
         return run

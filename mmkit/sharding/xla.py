@@ -8,13 +8,13 @@ PJRT_DEVICE names others.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import gc
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class XlaBackend(HostTalk, SingleBackend):
     """All devices of a mesh as one; `rank` and `world` are hosts."""
 
     name = "xla"
+    compiled = True
 
     def _connect(self) -> None:
         if self.precision not in MATMUL:
@@ -225,15 +226,11 @@ class XlaBackend(HostTalk, SingleBackend):
         """See `Backend.sync`."""
         self._library.sync()
 
-    def _cast(self, forward: Callable) -> Callable:
-        inner = super()._cast(forward)
-
-        @functools.wraps(forward)
-        def run(*args, **kwargs):
-            with AttentionCasts():
-                return inner(*args, **kwargs)
-
-        return run
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """See `Backend.autocast`."""
+        with AttentionCasts(), super().autocast():
+            yield
 
     # ------------------------------------------------------------ between hosts
 

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from mmkit.config import ConfigError, load
+from mmkit.config import BackendConfig, ConfigError, load
 from mmkit.data.example import Example, ImageRef, Turn
 from mmkit.evaluation import answering, scoring
 from mmkit.evaluation.answering import VlmAnswerer
 from mmkit.evaluation.task import Decode, Task
 from mmkit.evaluation.tasks.table import TASKS
 from mmkit.models.build import build, image_transforms, tokenizer
+from mmkit.sharding.backend import create
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def answerer():
     config = load("13b-debug", "finetune").model
     torch.manual_seed(0)
     model = build(config).eval()
-    return VlmAnswerer(model, config, tokenizer(config), image_transforms(config), "fp32")
+    return VlmAnswerer(model, config, tokenizer(config), image_transforms(config), create(BackendConfig(), "fp32"))
 
 
 def request(number: int, colour: int, text: str) -> Example:
@@ -46,7 +47,7 @@ def test_answers_do_not_depend_on_the_batch(answerer):
 
 def test_each_picture_is_encoded_once_while_it_fits(answerer, monkeypatch):
     counted: list[int] = []
-    pictures = answering.EncodedPictures(answerer.model, image_transforms(answerer.config))
+    pictures = answering.EncodedPictures(answerer.model, image_transforms(answerer.config), answerer.backend)
     original = answerer.model.encode
     monkeypatch.setattr(
         answerer.model, "encode", lambda images: counted.append(len(images[0])) or original(images)
@@ -112,7 +113,7 @@ def test_max_new_tokens_overrides_every_tasks_own_and_is_part_of_the_spec(answer
         "__call__",
         lambda self, requests, decode: asked.append(decode) or ["x"] * len(requests),
     )
-    at_hand = (answerer.model, answerer.config, answerer.tokenizer, image_transforms(answerer.config))
+    at_hand = (answerer.model, answerer.config, answerer.tokenizer, image_transforms(answerer.config), answerer.backend)
     run = load("8b-debug", "eval", {"tasks": ["toy"], "evaluation.limit": None})
     (own,) = scoring.evaluate_model(run, *at_hand)
     (longer,) = scoring.evaluate_model(
@@ -136,6 +137,6 @@ def test_a_published_preset_has_its_published_score_as_a_control(answerer, monke
         shuffled_control=False,
     )
     monkeypatch.setitem(TASKS, "mmvp", task)
-    at_hand = (answerer.model, answerer.config, answerer.tokenizer, image_transforms(answerer.config))
+    at_hand = (answerer.model, answerer.config, answerer.tokenizer, image_transforms(answerer.config), answerer.backend)
     (result,) = scoring.evaluate_model(load("8b", "eval", {"tasks": ["mmvp"], "max_new_tokens": 1}), *at_hand)
     assert result.controls["published"]["metrics"] == {"accuracy": 51.3}

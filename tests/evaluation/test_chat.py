@@ -7,11 +7,12 @@ import pytest
 import torch
 from PIL import Image
 
-from mmkit.config import VlmConfig
+from mmkit.config import BackendConfig, VlmConfig
 from mmkit.data.boxes import Box, pixels
 from mmkit.data.example import IMAGE, Region
 from mmkit.evaluation.chat import open_chat, with_image_markers
 from mmkit.models.build import build, image_transforms, tokenizer
+from mmkit.sharding.backend import create
 
 REGIONS = {"kind": "geo", "n_points": 16, "n_sub_points": [4], "n_neighbors": [3]}
 
@@ -31,7 +32,8 @@ def chat():
         regions=REGIONS,
         template="vicuna_v1",
     )
-    return open_chat(build(config).eval(), config, tokenizer(config), image_transforms(config), max_new_tokens=4)
+    backend = create(BackendConfig(), "fp32")
+    return open_chat(build(config).eval(), config, tokenizer(config), image_transforms(config), backend, max_new_tokens=4)
 
 
 def picture(size=(40, 30)):

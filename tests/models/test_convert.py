@@ -15,6 +15,7 @@ from mmkit.models import pretrained
 from mmkit.models.build import build
 from mmkit.models.convert import cambrian, commands, export, ferret, llava, names, published
 from mmkit.models.convert.config import ENCODER_NAMES, original_config, system_of, vlm_config
+from mmkit.models.hollow import cast_at_use
 from tests.models import twins
 
 TWINS = {
@@ -125,6 +126,16 @@ def test_written_and_read_again_every_tensor_is_equal_under_original_names(relea
             assert torch.equal(state[names.ours(original)], tensor), original
     assert folder.rename(folder.parent / "x").is_dir()  # the name of the folder says nothing (U16)
     assert same(model, pretrained.from_pretrained(folder.parent / "x")[0])
+
+
+@pytest.mark.parametrize("twin", ["cambrian", "ferret"])
+def test_for_scoring_matrices_are_read_in_half_precision_and_the_rest_in_full(release, twin):
+    model, folder = release(twin)
+    halved, _ = pretrained.from_pretrained(folder, half=torch.bfloat16)
+    state, kinds = halved.state_dict(), {id(p) for p in cast_at_use(halved)}
+    assert all(torch.equal(tensor.to(state[name].dtype), state[name]) for name, tensor in model.state_dict().items())
+    in_half = {name for name, p in halved.named_parameters() if p.dtype == torch.bfloat16}
+    assert in_half == {name for name, p in halved.named_parameters() if id(p) in kinds} and "language.lm_head.weight" in in_half
 
 
 def test_original_names_of_a_cambrian_model(release):

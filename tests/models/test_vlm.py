@@ -10,7 +10,8 @@ from torch import nn
 
 from mmkit.config import VlmConfig
 from mmkit.letterbox import visible_slots
-from mmkit.models.generation import Chat, Sampling, generate, stream
+from mmkit.models import generation
+from mmkit.models.generation import Chat, Here, Sampling, generate, stream
 from mmkit.models.language import Places, load_language
 from mmkit.models.vlm import COMPONENTS, VisionLanguageModel, check_batch, match, put, take
 
@@ -340,16 +341,43 @@ def test_a_region_model_needs_region_tensors_and_matching_counts():
 # ---------------------------------------------------------------- generation
 
 
+class FixedShapes(Here):
+    """Asks for one program for all further tokens, so for a cache of fixed length; else as a model where it is."""
+
+    compiled = True
+
+
+@pytest.mark.parametrize("cache", [Here, FixedShapes])
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma", "smollm2"])
-def test_batched_answers_equal_one_by_one_and_a_loop_without_cache(family):
+def test_batched_answers_equal_one_by_one_and_a_loop_without_cache(family, cache):
     model = model_of(family)
     want = [by_whole_forward(model, row, 5) for row in ROWS]
     for side in ("left", "right"):
-        assert generate(model, batch_of(model.config, *ROWS, side=side), 5) == want
-    assert [generate(model, batch_of(model.config, row), 5)[0] for row in ROWS] == want
+        assert generate(model, batch_of(model.config, *ROWS, side=side), 5, backend=cache(model)) == want
+    assert [generate(model, batch_of(model.config, row), 5, backend=cache(model))[0] for row in ROWS] == want
     cropped = model_of(family, crop=True)
     cropped.load_state_dict(model.state_dict())
-    assert generate(cropped, batch_of(cropped.config, *ROWS, side="left"), 5) == want
+    assert generate(cropped, batch_of(cropped.config, *ROWS, side="left"), 5, backend=cache(cropped)) == want
+    for steps in (1, 3):  # an answer that is cut is the beginning of the whole one
+        assert generate(model, batch_of(model.config, *ROWS), steps, backend=cache(model)) == [row[:steps] for row in want]
+
+
+def test_a_cache_of_fixed_length_has_every_shape_from_the_first_token_on(monkeypatch):
+    model, shapes = model_of(), []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(query, key, value, **more):
+        if query.shape[3] == ARCHITECTURE["head_dim"]:  # of the language model
+            shapes.append((key.shape[2], value.shape[2]))
+        return attend(query, key, value, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(generation, "end_tokens", lambda model: set())
+    batch = batch_of(model.config, ([5, 6, 7],), ([8],))
+    for cache, lengths in ((FixedShapes, {7}), (Here, {3, 4, 5, 6, 7})):  # three of the prompt, four of the answer's five
+        shapes.clear()
+        generate(model, batch, 5, backend=cache(model))
+        assert set(shapes) == {(n, n) for n in lengths}
 
 
 def by_whole_forward(model, row, steps):
@@ -374,16 +402,17 @@ def test_answers_are_the_same_with_a_two_dimensional_mask_or_none(side):
     assert generate(model, bare | {"attention_mask": mask}, 4) == want
 
 
-def test_a_row_stops_at_a_stop_token_and_others_go_on():
+@pytest.mark.parametrize("cache", [Here, FixedShapes])
+def test_a_row_stops_at_a_stop_token_and_others_go_on(cache):
     model = model_of()
     batch = batch_of(model.config, *ROWS[:3])
-    free = generate(model, batch, 6)
+    free = generate(model, batch, 6, backend=cache(model))
     stop = free[0][1]
-    got = generate(model, batch, 6, stop=[stop])
+    got = generate(model, batch, 6, stop=[stop], backend=cache(model))
     for row, whole in zip(got, free, strict=True):
         assert row == (whole[: whole.index(stop) + 1] if stop in whole else whole)
     model.language.generation_config.eos_token_id = [1, stop]
-    assert generate(model, batch, 6) == got
+    assert generate(model, batch, 6, backend=cache(model)) == got
 
 
 def test_sampling_repeats_with_a_generator_and_turns_greedy_when_cold():

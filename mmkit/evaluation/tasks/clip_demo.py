@@ -23,6 +23,7 @@ from mmkit.evaluation.runner import Result, versions
 from mmkit.evaluation.task import hash_of
 from mmkit.evaluation.tasks import pack_documents
 from mmkit.evaluation.zero_shot import Share, ZeroShotTask
+from mmkit.sharding.backend import Backend
 
 PACK = "clip_pairs"
 TEMPLATES = ("{}", "a {}", "a photo of a {}", "a picture of a {}", "one {}", "the {}", "a kind of {}")
@@ -38,12 +39,16 @@ class Towers:
     transform: Callable[[Any], Tensor]
 
     @classmethod
-    def of(cls, model: torch.nn.Module, tokenizer: Callable, transforms: Sequence[Callable]) -> Towers:
-        """Of a `ClipModel`; every call goes through its one forward."""
-        device = next(model.parameters()).device
+    def of(cls, model: torch.nn.Module, tokenizer: Callable, transforms: Sequence[Callable], backend: Backend) -> Towers:
+        """Of a `ClipModel` that was put on the device of ``backend``; every call goes through its one forward.
+
+        Without autocast in every precision: rounding moves near captions past each other, and two towers are small.
+        """
 
         def encode(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-            return model({name: tensor.to(device) for name, tensor in batch.items()}, mode="encode")
+            found = model(backend.shard(batch), mode="encode")
+            backend.sync()  # one program a tower and shape on lazy devices
+            return found
 
         return cls(encode, tokenizer, transforms[0])
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from mmkit.errors import InputError
-from mmkit.models.hollow import Reader
+from mmkit.models.hollow import Reader, same_tensor
 from mmkit.storage import fetched, is_remote
 
 REMAP_BYTES = 64 << 20
@@ -233,10 +233,7 @@ def fill(
     Tensors for which ``optional`` is true may be missing. Tied tensors need one of their names only.
     """
     state = model.state_dict()
-    tied: dict[int, set[str]] = {}
-    for name, value in state.items():
-        tied.setdefault(value.data_ptr() if value.numel() and not value.is_meta else id(value), set()).add(name)
-    partners = {name: group for group in tied.values() for name in group}
+    partners = {name: group for group in same_tensor(model) for name in group}
     found: set[str] = set()
     problems = []
     for name, tensor in stream:
@@ -244,10 +241,11 @@ def fill(
             problems.append(f"unexpected {name}")
         elif state[name].shape != tensor.shape:
             problems.append(f"{name} has shape {tuple(tensor.shape)}, the model needs {tuple(state[name].shape)}")
-            found |= partners[name]
+            found.update(partners[name])
         else:
-            state[name].copy_(tensor)
-            found |= partners[name]
+            # cast on the host: a device that does it would hold both, and a lazy one would keep it for its next program
+            state[name].copy_(tensor.to(state[name].dtype))
+            found.update(partners[name])
     problems = [f"missing {name}" for name in state if name not in found and not optional(name)] + problems
     if problems:
         raise InputError(f"{source} does not fit the model: {len(problems)} tensors: " + "; ".join(problems))

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from mmkit.config import ClipConfig, EncoderConfig, ModelConfig, VlmConfig
 from mmkit.errors import InputError
-from mmkit.models.build import SkipInit, build
+from mmkit.models.build import build
 from mmkit.models.convert import cambrian, ferret, files, llava, names, openclip
 from mmkit.models.convert.config import system_of, vlm_config
 from mmkit.models.encoders import load_encoder
+from mmkit.models.hollow import SkipInit, cast_at_use
 
 KINDS = ("full", "delta", "lora", "projector", "shards", "openclip")
 PROJECTOR_FILES = ("mm_projector.bin", "region_geo_sampler.bin", "region_fea_adapter.bin")
@@ -154,9 +155,10 @@ def load(
     base: str | Path | ClipConfig | None = None,
     encoders: Sequence[EncoderConfig] | None = None,
     dtype: torch.dtype | None = None,
+    half: torch.dtype | None = None,
 ) -> tuple[nn.Module, ModelConfig]:
     """(model with the published weights, its config), in ``dtype`` or the type they are stored in; fp32 for a LoRA folder, since half
-    precision may round the adapter away.
+    precision may round the adapter away. With ``half`` in that type where autocast casts to it anyway (`hollow.cast_at_use`).
 
     Encoders come from the checkpoint where it has them, else from their own source; so does the language model of a projector
     without ``base``. ValueError naming every missing or unexpected tensor.
@@ -178,6 +180,8 @@ def load(
     drawn = partial or any(encoder.weights == "random" for encoder in config.encoders)
     with contextlib.nullcontext() if drawn else SkipInit():
         model = build(config, weights=partial).to(dtype=dtype)
+    for p in cast_at_use(model) if half else ():  # before they are filled: the whole model in fp32 is never there
+        p.data = p.data.to(half)
     filled: set[str] = set()
     own = ("encoders.", "language.") if partial else ("encoders.",)
     files.fill(model, _noting(_buildable(stream, model), filled), str(path), optional=lambda name: name.startswith(own))
