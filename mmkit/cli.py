@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig, SourceConfig, changed, nearest, setting_names
+from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig, SourceConfig, changed, nearest
 from mmkit.foreign_names import ours
 from mmkit.launch.launch import ERROR_PREFIX, tell
 from mmkit.listing import EXAMPLES, LISTS
@@ -24,7 +24,7 @@ from mmkit.notebook.parameters import quiet
 from mmkit.presets import read_mapping
 from mmkit.run_options import add_machine, add_run_options, run_of, target_options
 from mmkit.storage import is_remote
-from mmkit.values import checked, read_yaml
+from mmkit.values import checked, names_of, read_yaml
 
 if TYPE_CHECKING:
     from mmkit.data.check import Report
@@ -63,7 +63,7 @@ def _refuse(words: list[str], options: Iterable[str]) -> None:
     begun = [option for option in options if name and option.startswith(name)]
     if len(begun) == 1:  # an option cut short, or written with '_'
         raise ConfigError(f"no option {word}; did you mean --{begun[0].replace('_', '-')}?")
-    known = setting_names()
+    known = names_of(RunConfig)
     settings = [path for path in known if path == name or path.endswith(f".{name}")]
     if settings:
         raise ConfigError(f"no option {word}: it is a setting, write --set {settings[0] if len(settings) == 1 else name}=VALUE")

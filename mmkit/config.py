@@ -17,10 +17,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 
 from mmkit import rules
 from mmkit.errors import ConfigError
-from mmkit.presets import PARAMS as PARAMS
 from mmkit.presets import merge, origin, preset_tree, read_mapping
-from mmkit.presets import presets as presets
-from mmkit.values import example, explain, hint, kinds_at, kinds_of, nearest, parsed, yaml_lines
+from mmkit.values import example, explain, hint, kinds_at, kinds_of, listed, names_of, nearest, parsed, yaml_lines
 
 Stage = Literal["pretrain", "finetune", "eval"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -453,7 +451,7 @@ def setting_path(name: str, source: str = "overrides") -> tuple[str, ...]:
 
     What lies inside a free mapping may be named too: ``train.optimizer.lr_of.text``, ``lr_of.text``.
     """
-    known = setting_names()
+    known = names_of(RunConfig)
     inside = [path for path, kind in known.items() if any(typing.get_origin(each) is dict for each in kinds_of(kind))]
     if name in known or any(name.startswith(path + ".") for path in inside):
         return tuple(name.split("."))
@@ -464,30 +462,10 @@ def setting_path(name: str, source: str = "overrides") -> tuple[str, ...]:
         return tuple(hits[0].split("."))
     if hits:
         raise ConfigError(f"setting {name!r} from {source} is ambiguous: say {' or '.join(hits)}")
-    lists = [(path, kind) for path, kind in known.items() for each in _listed(kind) if name in each.model_fields]
-    if lists:
-        path, kind = lists[0]
-        whole = f"give the whole list, as {example(kinds_of(kind))}"
-        raise ConfigError(f"no setting {name!r} (from {source}); entries of {path} have it: {whole}")
+    lists = [(path, kind) for path, kind in known.items() for each in listed(kind) if name in each.model_fields]
+    for path, kind in lists:
+        raise ConfigError(f"no setting {name!r} (from {source}); entries of {path} have it: give the whole list, as {example(kinds_of(kind))}")
     raise ConfigError(f"no setting {name!r} (from {source}){hint(name, {path.rpartition('.')[2] for path in known} | set(known))}")
-
-
-def setting_names(section: type[Settings] | None = None, prefix: str = "") -> dict[str, Any]:
-    """Dotted path -> type of every setting, the model's of both kinds."""
-    names = {}
-    for name, field in (section or RunConfig).model_fields.items():
-        names[prefix + name] = names.get(prefix + name, field.annotation)
-        for kind in kinds_of(field.annotation):
-            if isinstance(kind, type) and issubclass(kind, Settings):
-                inner = setting_names(kind, f"{prefix}{name}.")
-                names |= {path: names[path] | kind if path in names and names[path] != kind else kind for path, kind in inner.items()}
-    return names
-
-
-def _listed(annotation: Any) -> list[type[Settings]]:
-    """The Settings classes that entries of a list have."""
-    inner = [typing.get_args(kind)[:1] for kind in kinds_of(annotation) if typing.get_origin(kind) is tuple]
-    return [kind for one in inner for kind in one if isinstance(kind, type) and issubclass(kind, Settings)]
 
 
 def _assign(tree: dict, name: str, value: Any, source: str) -> tuple[str, ...]:
@@ -514,6 +492,6 @@ def _explain(problem: dict, source: str) -> str:
     path, name = ".".join(map(str, loc)), str(loc[-1]) if loc else ""
     if problem["type"] == "extra_forbidden":
         section = [field for kind in kinds_at(RunConfig, loc[:-1]) if hasattr(kind, "model_fields") for field in kind.model_fields]
-        return f"no setting {path!r} (from {source}){hint(name, section if section else setting_names())}"
+        return f"no setting {path!r} (from {source}){hint(name, section if section else names_of(RunConfig))}"
     shown = "" if isinstance(problem["input"], dict) else f" = {problem['input']!r}"
     return f"{path or 'run'}{shown} (from {source}): {explain(problem, kinds_at(RunConfig, loc), name)}"

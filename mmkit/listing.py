@@ -10,10 +10,10 @@ import typing
 from typing import Any, Literal
 
 from mmkit import config
-from mmkit.config import ConfigError, RunConfig, Settings, nearest, setting_names
+from mmkit.config import ConfigError, RunConfig, Settings, nearest
 from mmkit.foreign_names import ours
 from mmkit.presets import params_files
-from mmkit.values import kinds_of
+from mmkit.values import kinds_of, names_of
 
 Row = dict[str, Any]
 EXAMPLES = {  # command -> what its --help shows
@@ -44,7 +44,7 @@ def settings(word: str = "", run: RunConfig | None = None) -> list[Row]:
     """
     rows = [row for row in _rows(RunConfig) if word.lower() in f"{row['setting']} {row['meaning']}".lower()]
     if not rows:
-        raise ConfigError(f"no setting has {word!r} in its name or meaning{ours(word) or nearest(word, setting_names())}")
+        raise ConfigError(f"no setting has {word!r} in its name or meaning{ours(word) or nearest(word, names_of(RunConfig))}")
     return [{**row, "here": _value(run, row["setting"])} for row in rows] if run else rows
 
 

@@ -89,6 +89,24 @@ def literal(text: str) -> Any:
     return text
 
 
+def names_of(section: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    """Dotted path -> type of every field of ``section`` and the sections in it, of a union all."""
+    names: dict[str, Any] = {}
+    for name, field in section.model_fields.items():
+        names[prefix + name] = names.get(prefix + name, field.annotation)
+        for kind in kinds_of(field.annotation):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                inner = names_of(kind, f"{prefix}{name}.")
+                names |= {path: names[path] | kind if path in names and names[path] != kind else kind for path, kind in inner.items()}
+    return names
+
+
+def listed(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that entries of a list have."""
+    inner = [typing.get_args(kind)[:1] for kind in kinds_of(annotation) if typing.get_origin(kind) is tuple]
+    return [kind for one in inner for kind in one if isinstance(kind, type) and issubclass(kind, BaseModel)]
+
+
 def kinds_of(annotation: Any) -> list[Any]:
     """The types an annotation allows: through unions and Annotated, but not into tuples and mappings."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):

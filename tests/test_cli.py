@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from mmkit import cli
-from mmkit.config import ConfigError, load, setting_names, to_yaml
+from mmkit.config import ConfigError, RunConfig, load, to_yaml
 from mmkit.listing import settings
+from mmkit.values import names_of
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ["", "doctor", "plan", "data", "data demo", "data check", "data shards", "train", "eval", "launch", "convert"]
@@ -58,7 +59,7 @@ def test_the_version_is_the_installed_one(capsys):
 def test_every_setting_is_listed_with_its_meaning():
     rows = settings()
     names = [row["setting"] for row in rows]
-    assert set(setting_names()) <= set(names) and {"data.sources[].images", "model.encoders[].side"} <= set(names)
+    assert set(names_of(RunConfig)) <= set(names) and {"data.sources[].images", "model.encoders[].side"} <= set(names)
     assert [row["setting"] for row in rows if not row["meaning"] or not row["type"]] == []
 
 
@@ -282,7 +283,7 @@ def test_an_installed_wheel_imports_whole_and_carries_its_presets(tmp_path):
     [wheel] = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     walk = (
-        "import importlib, pkgutil, mmkit; from mmkit.config import PARAMS, load; from mmkit.data.recipe import recipe;"
+        "import importlib, pkgutil, mmkit; from mmkit.config import load; from mmkit.presets import PARAMS; from mmkit.data.recipe import recipe;"
         "bad = [m.name for m in pkgutil.walk_packages(mmkit.__path__, 'mmkit.') if '.xla' not in m.name and '__main__' not in m.name"
         " and not importlib.import_module(m.name)]; load('13b'); recipe('cambrian_7m'); load('mine'); print(PARAMS)"
     )

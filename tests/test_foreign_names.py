@@ -11,7 +11,7 @@ from mmkit import cli, config
 from mmkit.config import ConfigError, changed, load
 from mmkit.foreign_names import NAMES, VALUES, ours
 from mmkit.notebook.parameters import assemble, begin
-from mmkit.values import kinds_of
+from mmkit.values import kinds_of, names_of
 
 ASKED = {  # what users of these programs type first -> ours
     "learning_rate": "train.optimizer.lr", "gradient_checkpointing": "train.checkpoint_blocks", "lora_enable": "train.lora",
@@ -31,7 +31,7 @@ SAME = ("lr", "epochs", "warmup", "seed", "weight_decay", "max_grad_norm", "lock
 
 
 def test_every_target_is_a_setting_and_no_name_of_ours_is_in_the_table():
-    known = config.setting_names()
+    known = names_of(config.RunConfig)
     assert {setting for setting, _ in NAMES.values()} - {""} <= set(known)
     last = {path.rpartition(".")[2] for path in known} | set(known)
     assert sorted(NAMES.keys() & last) == []
@@ -43,7 +43,7 @@ def test_every_target_is_a_setting_and_no_name_of_ours_is_in_the_table():
 
 def test_every_value_that_is_advised_is_one_of_the_setting():
     for setting, values in VALUES.items():
-        kinds = [str(kind) for path, kind in config.setting_names().items() if path.endswith(f".{setting}")]
+        kinds = [str(kind) for path, kind in names_of(config.RunConfig).items() if path.endswith(f".{setting}")]
         kinds += [str(field.annotation) for field in (config.SourceConfig.model_fields.get(setting),) if field]
         for theirs, how in values.items():
             word = how.split(",")[0]
@@ -59,7 +59,7 @@ def test_what_users_type_first_is_answered_with_ours(theirs, setting):
 
 @pytest.mark.parametrize("name", SAME)
 def test_what_is_called_the_same_is_a_setting_and_not_in_the_table(name):
-    assert ours(name) == "" and any(path == name or path.endswith(f".{name}") for path in config.setting_names())
+    assert ours(name) == "" and any(path == name or path.endswith(f".{name}") for path in names_of(config.RunConfig))
 
 
 def by_set(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from mmkit import config
 from mmkit.cli import build_parser
 from mmkit.launch.choose import choose
 from mmkit.launch.machine import GIB, named
+from mmkit.presets import presets
 from mmkit.run_options import run_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,7 +24,7 @@ COMMANDS = [shlex.split(line, comments=True) for block in BLOCKS for line in blo
 def test_mmkit_commands_parse_and_name_real_presets(words):
     options = build_parser().parse_args(words[1:])
     if getattr(options, "model", None):
-        assert options.model in config.presets()
+        assert options.model in presets()
 
 
 SYSTEMS = re.findall(
@@ -44,7 +44,7 @@ def test_published_systems_need_what_their_row_says(row):
 
 
 def test_every_published_preset_has_a_row():
-    large = {name for name in config.presets() if "debug" not in name} - {"tiny", "clip-tiny", "clip-scratch"}
+    large = {name for name in presets() if "debug" not in name} - {"tiny", "clip-tiny", "clip-scratch"}
     assert {row[0] for row in SYSTEMS} == large
 
 

@@ -145,7 +145,7 @@ def _planned(run: RunConfig, machine: Machine, parts: Sequence[Part]) -> Choice:
 def _scored_by(run: RunConfig) -> RunConfig:
     """``run`` without the backend that its preset trains by: scoring takes one device, by what was given by hand for it, or by `single` or `xla`."""
     given = {name: value for name, value in run.backend if f"backend.{name}" in run.pinned}
-    return run.model_copy(update={"backend": BackendConfig(**given)})
+    return run.model_copy(update={"backend": BackendConfig(**{"kind": "auto"} | given)})
 
 
 def _with(run: RunConfig, settings: dict[str, Any]) -> RunConfig:

@@ -14,6 +14,7 @@ from mmkit.data.readers import open_mixture
 from mmkit.data.recipe import realised, recipe, sources_of, with_category_shares
 from mmkit.launch.preflight import check_examples
 from mmkit.launch.requirements import missing
+from mmkit.presets import PARAMS
 from mmkit.training.validation import check as validation_check
 
 
@@ -190,4 +191,4 @@ def test_the_mixture_of_8b_names_its_files_below_the_root():
         "/disk/cambrian/DVQA.jsonl",
         "/disk/cambrian/images",
     )
-    assert Path(config.PARAMS, "mixtures", "cambrian_7m.yaml").is_file()
+    assert Path(PARAMS, "mixtures", "cambrian_7m.yaml").is_file()

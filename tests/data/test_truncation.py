@@ -14,6 +14,7 @@ from mmkit.data.check import check, judge_together
 from mmkit.data.conversation import Formatter
 from mmkit.data.example import Example, Region, Turn
 from mmkit.data.mixture import ListSource
+from mmkit.presets import presets
 from tests.data.test_loader import (
     PACKED,
     REGIONS,
@@ -307,7 +308,7 @@ def test_resumed_truncated_batches_are_bit_identical():
     )
 
 
-@pytest.mark.parametrize("model", config.presets())
+@pytest.mark.parametrize("model", presets())
 def test_presets_of_originals_that_truncate_do_and_the_demo_does_not(model):
     for stage in ("pretrain", "finetune"):
         run = config.load(model, stage)

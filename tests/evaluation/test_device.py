@@ -107,8 +107,8 @@ def test_one_process_takes_one_device_of_the_machine():
         ("8b", "v4-8", {}, ("xla", None, "bf16")),
         ("8b", "8xa100-80gb", {}, ("single", None, "bf16")),  # whose paper trains on a TPU
         ("ferret-7b", "t4-16gb", {}, ("single", None, "fp16")),
-        ("8b-debug", "v4-8", {}, ("xla", None, "fp32")),  # whose preset trains by single
-        ("tiny", "cpu", {"backend.kind": "xla", "backend.xla_devices": 1}, ("xla", 1, "fp32")),
+        ("8b-debug", "v4-8", {}, ("xla", None, "bf16")),  # whose preset trains by single
+        ("tiny", "cpu", {"backend.kind": "xla", "backend.xla_devices": 1}, ("xla", 1, "bf16")),
     ):
         run = choose(load(preset, "eval", settings), machine.named(here), must_fit=False).run
         assert (run.backend.kind, run.backend.xla_devices, run.train.precision) == want, preset

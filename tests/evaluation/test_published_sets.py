@@ -11,12 +11,13 @@ import json
 import pytest
 from PIL import Image
 
-from mmkit.config import ConfigError, load, presets
+from mmkit.config import ConfigError, load
 from mmkit.evaluation.runner import evaluate, table, write_results
 from mmkit.evaluation.scoring import check_tasks
 from mmkit.evaluation.tasks import cambrian, published_sets
 from mmkit.evaluation.tasks.cambrian import BENCHMARKS
 from mmkit.evaluation.tasks.table import TASKS
+from mmkit.presets import presets
 
 
 @pytest.fixture

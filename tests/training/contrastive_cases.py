@@ -103,7 +103,7 @@ def run(case, backend):
     objective, unwrapped = (ContrastiveObjective(model_of(config, **drawn), seam, config, teacher_of(config)) for _ in range(2))
     train = TrainConfig(precision="fp32", global_batch=N, device_batch=N // backend.devices // micro)
     factory = lambda named: torch.optim.AdamW(named.values(), lr=1e-3, weight_decay=0.0)
-    wrapped = backend.prepare(objective, factory, train=train, accumulation=micro)
+    wrapped = backend.prepare(objective, factory, train=train, blocks=("Sequential",), accumulation=micro)
     mine = {name: value.chunk(backend.world)[backend.rank] for name, value in joined_batch().items()}
     parts = [backend.shard({name: value.chunk(micro)[i] for name, value in mine.items()}) for i in range(micro)]
     count = backend.sum_over_devices(torch.tensor(float(len(mine["image"]))))

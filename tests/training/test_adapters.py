@@ -1,6 +1,5 @@
 """Adapters: where they go, what they train, 4 and 8 bits below them, and what is refused."""
 
-import copy
 import json
 from pathlib import Path
 

@@ -1,6 +1,5 @@
 """Parameter groups: each parameter once, own rates, decay by module type and shape."""
 
-import math
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 import yaml
 
-from mmkit.config import ConfigError, RunConfig, changed, setting_names
+from mmkit.config import ConfigError, RunConfig, changed
 from mmkit.errors import Unusable, writing
 from mmkit.evaluation.scoring import export_of
 from mmkit.launch.launch import launch
@@ -26,6 +26,7 @@ from mmkit.training import exporting, same_run
 from mmkit.training.checkpoint import Checkpoint, CheckpointError, _own_hash
 from mmkit.training.loop import train
 from mmkit.training.same_run import CLASSES, FIXED, FREE, NAMED, PLACE, TOLD, class_of, differences
+from mmkit.values import names_of
 from tests.training.tiny_run import MODEL, sourced, tiny_run
 
 LORA = {"rank": 2, "alpha": 4, "dropout": 0.1, "targets": ["q_proj", "v_proj"]}
@@ -61,12 +62,12 @@ def stop_at(step):
 
 
 def leaves() -> list[str]:
-    names = setting_names()
+    names = names_of(RunConfig)
     return [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
 
 
 def test_every_setting_is_in_one_class_and_a_new_one_is_compared():
-    assert set(CLASSES) <= set(setting_names()), "CLASSES names a setting there is not"
+    assert set(CLASSES) <= set(names_of(RunConfig)), "CLASSES names a setting there is not"
     assert set(CLASSES.values()) == {FREE, PLACE, TOLD, NAMED, FIXED}
     by_class = {kind: {name for name in leaves() if class_of(name) == kind} for kind in (FREE, PLACE, TOLD, NAMED, FIXED)}
     assert sum(map(len, by_class.values())) == len(leaves())
