@@ -34,6 +34,7 @@ class Preflight:
     plan: Plan
     sources: tuple[dict[str, Any], ...] = ()  # one row a data source
     adapters: tuple[dict[str, Any], ...] = ()  # one row a kind of layer that gets an adapter
+    added: tuple[dict[str, Any], ...] = ()  # one row a table of the vocabulary to which tokens are added
     shapes: tuple[dict[str, Any], ...] = ()  # of a dry run: what one micro-batch looks like on its way through the model
     missing: tuple[Requirement, ...] = ()  # weights and data that are not here
     disk: tuple[dict[str, Any], ...] = ()  # one row a thing that the run writes or fetches
@@ -54,16 +55,19 @@ class Preflight:
 
     def _tables(self) -> list[tuple[str, list[dict[str, Any]]]]:
         found = {"chosen for the machine": self.choice.rows}
-        found |= {"parameters and memory of one device": self.rows(), "adapters": self.adapters, "data": self.sources, "shapes": self.shapes}
+        found |= {"parameters and memory of one device": self.rows(), "adapters": self.adapters, "added tokens": self.added}
+        found |= {"data": self.sources, "shapes": self.shapes}
         found |= {"missing here": [need.row() for need in self.missing], "disk": self.disk}
         return [(caption, list(rows)) for caption, rows in found.items() if rows]
 
     def at_start(self) -> str:
-        """What is worth saying as training begins: what is missing (weights come from the hub now), and the adapters."""
+        """What is worth saying as training begins: what is missing (weights come from the hub now), the adapters, and the
+        tokens that are added to the vocabulary."""
         from mmkit.launch.requirements import told
         from mmkit.notebook.tables import text
 
-        tables = (str(self.choice), told(self.missing), self.adapters and f"adapters\n{text(self.adapters)}")
+        tables = [str(self.choice), told(self.missing)]
+        tables += [f"{name}\n{text(rows)}" for name, rows in (("adapters", self.adapters), ("added tokens", self.added)) if rows]
         return "".join(f"{table}\n" for table in tables if table)
 
     def _repr_html_(self) -> str:
@@ -105,6 +109,8 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
         plan.check()
     check_start(run)
     needs = missing(run)
+    here = trains and run.model.kind == "vlm" and all(need.kind == "data" for need in needs)  # else its source is not looked into yet
+    added = weights.added_rows(module, run)[1] if here else ()
     try:
         sources, samples = data_rows(run)
     except ConfigError as error:  # the first fault of one source; with what else is missing the user comes back once
@@ -114,7 +120,7 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     if not run.dry_run:
         check_disk(plan)
     shapes = check_shapes(run, module) if run.dry_run and run.model.kind == "vlm" else ()
-    return Preflight(choice, plan, tuple(sources), tuple(adapters), tuple(shapes), needs, tuple(disk_rows(plan, needs)))
+    return Preflight(choice, plan, tuple(sources), tuple(adapters), tuple(added), tuple(shapes), needs, tuple(disk_rows(plan, needs)))
 
 
 def check_start(run: RunConfig) -> None:

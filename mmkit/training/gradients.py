@@ -7,7 +7,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from mmkit.config import ConfigError
+from mmkit.models.vocabulary import ROWS, row_tables
 from mmkit.errors import InputError
 from mmkit.training.optim import Components, compiled, component_of
 
@@ -35,7 +38,13 @@ def check_reached(state: Any, reached: Mapping[str, bool]) -> list[dict[str, Any
     """
     inputs = {name: state.backend.any_device(_has(state.window, name)) for name in dict.fromkeys(NEEDS.values())}
     absent = {component for component, name in NEEDS.items() if name in state.window[0].tensors and not inputs[name]}
-    excused = {name: had for name, had in reached.items() if had or component_of(name, state.components) not in absent}
+    idle = {name for name in reached if component_of(name, state.components) in absent}
+    for path, table in row_tables(state.model).items():  # an embedding's rows wait for their tokens
+        ids = table.ids.cpu()
+        if not state.backend.any_device(any(bool(torch.isin(batch.tensors["input_ids"].cpu(), ids).any()) for batch in state.window)):
+            idle.add(f"{path}.{ROWS}")
+            absent.add("added tokens")
+    excused = {name: had for name, had in reached.items() if had or name not in idle}
     check(excused, state.run.train.allow_no_grad)
     if len(excused) == len(reached):
         return report(reached, state.components)

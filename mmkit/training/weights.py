@@ -20,6 +20,7 @@ from mmkit.config import ConfigError, RunConfig, TrainConfig
 from mmkit.errors import InputError
 from mmkit.models.exports import finished_export, how_to_train
 from mmkit.models.hollow import Stored, base_name, digest_of
+from mmkit.models.vocabulary import added_tokens, row_tables, tables_of, train_rows_alone
 from mmkit.sharding.backend import COMPUTE_DTYPE, Backend
 from mmkit.training import adapters
 from mmkit.training.gradients import check_allowed
@@ -115,10 +116,14 @@ def check_scope(model: nn.Module, train: TrainConfig, components) -> list[dict]:
     if absent := [component for component in train.trainable if component not in present]:
         raise ConfigError(f"train.trainable names {', '.join(absent)}, which this model lacks; its components are {', '.join(present)}")
     trained, layers = set(train.trainable), []
+    tables = tables_of(model) if train.new_tokens == "rows" else {}
+    trained |= {component_of(f"{name}.weight", components) for name in tables}
     if train.lora:
         layers = adapters.targets_of(model, train.lora, components, getattr(model, "head", None))
         whole = adapters.modules_to_save(model, train.lora.modules_to_save, layers)
         trained |= {component_of(f"{name}.weight", components) for name in (*layers, *whole)}
+        if twice := next((name for name in tables if any(f"{name}.".startswith(f"{other}.") for other in whole)), None):
+            raise ConfigError(f"lora.modules_to_save trains {twice} whole, train.new_tokens 'rows' only its added rows: take one of them")
     if not trained:
         raise ConfigError(f"train.trainable [] trains nothing in this model; its components are {', '.join(present)}")
     if idle := sorted(set(train.optimizer.lr_of) - trained):
@@ -147,6 +152,14 @@ def prepare_model(model: nn.Module, run: RunConfig, components, stored: Mapping[
             parameter.data = parameter.data.float()
     if hasattr(model, "lock"):
         model.lock()
+    if run.model.kind == "vlm":
+        ids, tables["added_tokens"] = added_rows(model, run)
+        alone = train.new_tokens == "rows"
+        by_rows = [name for name, table in tables_of(model).items() if alone or not table.weight.requires_grad]
+        if alone:
+            train_rows_alone(model, ids, reader(stored))
+        if train.lora and ids and by_rows:  # so that the adapter's folder carries them; a table that trains whole is in it as a module
+            model.peft_config[adapters.ADAPTER].trainable_token_indices = dict.fromkeys(by_rows, ids)
     if run.model.kind == "vlm" and train.bits == 16 and COMPUTE_DTYPE[train.precision]:
         keep_half(model.language, stored)
     tables["components"] = component_table(model, components)
@@ -157,6 +170,37 @@ def prepare_model(model: nn.Module, run: RunConfig, components, stored: Mapping[
         raise ConfigError("data.cache_features keeps what frozen encoders give, but lora.modules_to_save names modules of encoders")
     check_allowed(train.allow_no_grad, (name for name, p in model.named_parameters() if p.requires_grad))
     return tables
+
+
+def added_rows(model: nn.Module, run: RunConfig) -> tuple[list[int], list[dict]]:
+    """Ids of the tokens that the run adds to the vocabulary, and for people one row a table: whether their rows train, where they are kept.
+
+    ConfigError where rows are to train alone and there are none, or which are new is not known. ``model`` may be on the meta device.
+    """
+    train, language = run.train, run.model.language
+    alone = train.new_tokens == "rows"
+    try:
+        ids = added_tokens(run.model)
+    except (OSError, ValueError) as error:
+        if alone:
+            raise ConfigError(f"train.new_tokens 'rows': which rows are new is not known: {error}") from error
+        log.info("whether tokens are added is not known: %s", error)  # an export stands for itself; its source may be gone
+        return [], []
+    if not ids:
+        if alone:
+            raise ConfigError(
+                f"train.new_tokens 'rows', but no token is added to the {language.architecture['vocab_size']} of {language.source!r}: raise "
+                "model.language.architecture.vocab_size and name a model.language.tokenizer that has the new tokens, or take 'all'"
+            )
+        return [], []
+    tables = tables_of(model)
+    kept = adapters.modules_to_save(model, train.lora.modules_to_save, ()) if train.lora else []
+    whole = {id(p) for name in kept for p in model.get_submodule(name).parameters()}
+    trained = "language" in train.trainable or any(id(table.weight) in whole for table in tables.values())
+    kinds = "these rows alone" if alone else "the whole table" if trained else "nothing; new_tokens=rows trains them"
+    places = "export/model*.safetensors" + (" and export/adapter" if train.lora else "")
+    span = f"{ids[0]}-{ids[-1]}" if len(ids) > 1 and ids[-1] - ids[0] == len(ids) - 1 else ", ".join(map(str, ids))
+    return ids, [{"table": name, "added rows": len(ids), "ids": span, "trains": kinds, "kept in": places} for name in tables]
 
 
 def started_with(state: TrainState) -> dict[str, str]:
@@ -206,6 +250,7 @@ def start_digests(model: nn.Module, stored: Mapping[str, Stored], backend: Backe
     """
     parameters, buffers, kept = dict(model.named_parameters()), dict(model.named_buffers()), model.state_dict()
     trained = {name for name, tensor in parameters.items() if tensor.requires_grad}
+    trained |= {f"{path}.base_layer.weight" for path in row_tables(model)} & parameters.keys()  # with their rows, in exports
     moving = trained_buffers(model)
     everything = parameters | {name: buffer for name, buffer in buffers.items() if name in kept and name not in moving}
     codes = (torch.uint8, torch.int8)  # quantised on another device they may be others; what they were made of counts
