@@ -114,10 +114,11 @@ class VlmConfig(Settings):
     image_fit: Literal["pad", "square", "stretch"] = "pad"  # letter-box, centre crop, resize without keeping aspect
     crop_padding: bool = False  # True drops padded grid cells from the sequence, False keeps them masked (fixed shapes)
 
-    @model_validator(mode="after")
-    def _consistent(self):
-        rules.check_vlm(self)
-        return self
+    _consistent = model_validator(mode="after")(rules.check_vlm)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; peft asks the config of the model it adapts for them by this name."""
+        return self.model_dump(mode="json")
 
     @property
     def grid_side(self) -> int:
