@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses, runs one command and returns its exit code."""
     parser = build_parser()
-    options, rest = parser.parse_known_args(arguments)
+    options, rest = parser.parse_known_args(with_parameters_joined(sys.argv[1:] if arguments is None else arguments))
     if not hasattr(options, "run_command") and not rest:
         parser.print_help()
         return 2
@@ -54,6 +54,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         tell(error)
         return 2
+
+
+def with_parameters_joined(words: Sequence[str]) -> list[str]:
+    """``words`` of a command line with ``-p NAME VALUE`` of `mmkit notebook run` as one: argparse takes a value such as -1e-5 or --flag
+    for an option."""
+    out, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        if list(words[:2]) != ["notebook", "run"] or word not in ("-p", "--parameter") or not rest:
+            out.append(word)
+        else:
+            name = rest.pop(0)
+            out.append(f"--parameter={name}" if "=" in name or not rest else f"--parameter={name}={rest.pop(0)}")
+    return out
+
+
+def parameter_pair(text: str) -> tuple[str, str]:
+    """(name, value) of ``NAME=VALUE``."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} has no value; write -p NAME VALUE or -p NAME=VALUE")
+    return name, value
 
 
 def _refuse(words: list[str], options: Iterable[str]) -> None:
@@ -216,7 +238,8 @@ def _add_notebook(commands: Any) -> None:
     run = _command(kinds, "run", _notebook_run, "Execute one notebook. Exit code: 0 done, 2 wrong input, 3 error in a cell, 4 kernel died.")
     run.add_argument("notebook", help="path, or a name of notebooks/ such as 03_finetune")
     run.add_argument("output", nargs="?", help="executed copy (default: runs/notebooks/)")
-    run.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="a parameter")
+    told = "a parameter: -p NAME VALUE as for papermill, or -p NAME=VALUE"
+    run.add_argument("-p", "--parameter", type=parameter_pair, action="append", default=[], metavar="NAME VALUE", help=told)
     run.add_argument("-f", "--parameters", metavar="FILE", help="parameters as YAML or JSON")
     run.add_argument("--autosave", type=int, default=10, metavar="S", help="save the notebook every S seconds while a cell prints")
     run.add_argument("--timeout", type=int, metavar="S", help="longest time of one cell")
