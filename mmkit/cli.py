@@ -20,7 +20,7 @@ from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig,
 from mmkit.foreign_names import ours
 from mmkit.launch.launch import ERROR_PREFIX, tell
 from mmkit.listing import EXAMPLES, LISTS
-from mmkit.notebook.parameters import quiet
+from mmkit.notebook.parameters import parameter_pair, quiet
 from mmkit.presets import read_mapping
 from mmkit.run_options import add_machine, add_run_options, run_of, target_options
 from mmkit.storage import is_remote
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses, runs one command and returns its exit code."""
     parser = build_parser()
-    options, rest = parser.parse_known_args(with_parameters_joined(sys.argv[1:] if arguments is None else arguments))
+    options, rest = parser.parse_known_args(arguments)
     if not hasattr(options, "run_command") and not rest:
         parser.print_help()
         return 2
@@ -54,28 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         tell(error)
         return 2
-
-
-def with_parameters_joined(words: Sequence[str]) -> list[str]:
-    """``words`` of a command line with ``-p NAME VALUE`` of `mmkit notebook run` as one: argparse takes a value such as -1e-5 or --flag
-    for an option."""
-    out, rest = [], list(words)
-    while rest:
-        word = rest.pop(0)
-        if list(words[:2]) != ["notebook", "run"] or word not in ("-p", "--parameter") or not rest:
-            out.append(word)
-        else:
-            name = rest.pop(0)
-            out.append(f"--parameter={name}" if "=" in name or not rest else f"--parameter={name}={rest.pop(0)}")
-    return out
-
-
-def parameter_pair(text: str) -> tuple[str, str]:
-    """(name, value) of ``NAME=VALUE``."""
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise argparse.ArgumentTypeError(f"{text!r} has no value; write -p NAME VALUE or -p NAME=VALUE")
-    return name, value
 
 
 def _refuse(words: list[str], options: Iterable[str]) -> None:
@@ -101,11 +79,26 @@ def _refuse(words: list[str], options: Iterable[str]) -> None:
 class Parser(argparse.ArgumentParser):
     """A parser, and one of each command, that takes options by their whole name only.
 
-    argparse would read ``--lim`` as ``--limit``, so a script's meaning would change with each option that is added.
+    argparse would read ``--lim`` as ``--limit``, so a script's meaning would change with each option that is added. It would also take the
+    value of ``-p lr -1e-5`` for an option; after one of ``pairs`` stand a name and a value whatever they begin with, or NAME=VALUE.
     """
+
+    pairs: tuple[str, ...] = ()
 
     def __init__(self, **settings: Any):
         super().__init__(allow_abbrev=False, **settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's, which sees each of `pairs` with its two words as one, behind the others."""
+        out, joined, rest = [], [], list(sys.argv[1:] if args is None else args)
+        while rest:
+            word = rest.pop(0)
+            if word in self.pairs and rest:
+                name = rest.pop(0)
+                joined.append(f"{self.pairs[-1]}={name}" if "=" in name or not rest else f"{self.pairs[-1]}={name}={rest.pop(0)}")
+            else:
+                out.append(word)
+        return super().parse_known_args([*out, *joined], namespace)
 
 
 def build_parser() -> Parser:
@@ -238,6 +231,7 @@ def _add_notebook(commands: Any) -> None:
     run = _command(kinds, "run", _notebook_run, "Execute one notebook. Exit code: 0 done, 2 wrong input, 3 error in a cell, 4 kernel died.")
     run.add_argument("notebook", help="path, or a name of notebooks/ such as 03_finetune")
     run.add_argument("output", nargs="?", help="executed copy (default: runs/notebooks/)")
+    run.pairs = ("-p", "--parameter")
     told = "a parameter: -p NAME VALUE as for papermill, or -p NAME=VALUE"
     run.add_argument("-p", "--parameter", type=parameter_pair, action="append", default=[], metavar="NAME VALUE", help=told)
     run.add_argument("-f", "--parameters", metavar="FILE", help="parameters as YAML or JSON")

@@ -7,6 +7,7 @@ by its declared type, refuses unknown names with the nearest right one, and retu
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import logging
@@ -100,6 +101,14 @@ def convert(parameter: Parameter, value: Any, source: str) -> Any:
             why += f"; a number where a text belongs: quote it (papermill: -r {parameter.name} TEXT keeps text as typed)"
         kind = parameter.type_text or getattr(want, "__name__", want)
         raise ConfigError(f"{parameter.name} = {value!r} (from {source}) is not of type {kind}: {why}") from None
+
+
+def parameter_pair(text: str) -> tuple[str, str]:
+    """(name, value) of ``NAME=VALUE``, as the command line has a parameter."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} has no value; write -p NAME VALUE or -p NAME=VALUE")
+    return name, value
 
 
 def check(values: dict[str, Any], known: dict[str, Parameter], source: str, settings: bool = True) -> dict[str, Any]:

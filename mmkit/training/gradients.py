@@ -33,8 +33,8 @@ def check_allowed(allowed: Iterable[str], trained: Iterable[str]) -> None:
 def check_reached(state: Any, reached: Mapping[str, bool]) -> list[dict[str, Any]] | None:
     """The table of `report` for this run; ValueError where a tensor got no gradient and ``train.allow_no_grad`` does not name it.
 
-    A component whose input the step did not have (no picture, no region) is excused, and None asks for another look at the next step, up
-    to `PATIENCE` steps. All processes.
+    A component whose input the step did not have (no picture, no region, no added token) is excused, and None asks for another look at the
+    next step, up to `PATIENCE` steps. All processes.
     """
     inputs = {name: state.backend.any_device(_has(state.window, name)) for name in dict.fromkeys(NEEDS.values())}
     absent = {component for component, name in NEEDS.items() if name in state.window[0].tensors and not inputs[name]}
@@ -43,7 +43,7 @@ def check_reached(state: Any, reached: Mapping[str, bool]) -> list[dict[str, Any
         ids = table.ids.cpu()
         if not state.backend.any_device(any(bool(torch.isin(batch.tensors["input_ids"].cpu(), ids).any()) for batch in state.window)):
             idle.add(f"{path}.{ROWS}")
-            absent.add("added tokens")
+            absent.add("rows of added tokens")
     excused = {name: had for name, had in reached.items() if had or name not in idle}
     check(excused, state.run.train.allow_no_grad)
     if len(excused) == len(reached):
@@ -51,7 +51,7 @@ def check_reached(state: Any, reached: Mapping[str, bool]) -> list[dict[str, Any
     if state.step < PATIENCE:
         state.backend.reached = None
         return None
-    log.warning("no step so far had what %s works on, so whether it trains is not known", " and ".join(sorted(absent)))
+    log.warning("no step so far had the input of %s, so whether it trains is not known", " and ".join(sorted(absent)))
     return report(reached, state.components)
 
 
