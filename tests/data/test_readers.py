@@ -89,7 +89,8 @@ GPT = [{"from": "gpt", "value": "x"}]
         ({"question": "q", "answer": None}, "its answer is null, not text"),
         ({"question": "q", "answer": float("nan")}, "its answer is nan, not text"),
         ({"question": "q", "answers": []}, r"its answer is \[\], not text"),
-        ({"question": "q", "answers": [{"answer": "x"}]}, "its answer is {'answer': 'x'}, not text"),
+        ({"question": "q", "answers": [{"text": "x"}]}, "its answer is {'text': 'x'}, not text"),
+        ({"question": "q", "answers": [" "]}, "has an empty answer"),
         ({"question": None, "answer": "x"}, "its question is null, not text"),
         ({"question": None, "answer": None}, r"has no text: it has answer \(null\), id, question \(null\); it needs"),
         ({"caption": [None]}, "its caption is null, not text"),
@@ -204,7 +205,7 @@ def test_wrong_files_are_config_errors(tmp_path):
             records_of(tmp_path / "x.jsonl")
     for mark in (b"", b"\xef\xbb\xbf"):  # one object over several lines, as an editor or another tool writes it
         (tmp_path / "x.json").write_bytes(mark + json.dumps({"a": [1]}, indent=1).encode())
-        with pytest.raises(ConfigError, match="neither JSONL"):
+        with pytest.raises(ConfigError, match="holds one JSON object .keys 'a'., not records: write one record a line"):
             records_of(tmp_path / "x.json")
 
 
@@ -301,7 +302,7 @@ def test_grit_mention_of_a_missing_box_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"conversations": None}, "its conversation is null, not a list of messages"),
+        ({"conversations": None}, r"has no text: it has box_x1y1x2y2, conversations \(null\)"),
         ({"box_x1y1x2y2": [[[1, 2, 3], [1, 2, 3]], []]}, r"a box is \[1, 2, 3\]; give four numbers"),
         ({"box_x1y1x2y2": [[["1", "2", "3", "4"]] * 2, []]}, r"a box is \['1', '2', '3', '4'\]; give four numbers"),
         ({"box_x1y1x2y2": [[[1, 2, 3, float("nan")]] * 2, []]}, "a box is .*; give four numbers"),
@@ -310,7 +311,13 @@ def test_grit_mention_of_a_missing_box_is_refused(tmp_path):
         ({"masks": [[{"size": [70, 100]}] * 2, []]}, "a mask is {'size': .*; give an array or"),
         ({"masks": [[{"size": [70, 100], "counts": ["3"]}] * 2, []]}, "a mask is .*; give an array or"),
         ({"masks": [[{"size": [70, 100], "counts": "o"}] * 2, []]}, "a mask is .*; give an array or"),
-        ({"image_w": "wide"}, "cannot be read .ValueError: invalid literal"),
+        ({"image_w": "wide"}, "its image_w is 'wide'; give the picture's size in whole pixels"),
+        ({"image_h": 0}, "its image_h is 0; give the picture's size"),
+        ({"box_x1y1x2y2": [[[40, 30, 20, 15]] * 2, []]}, r"a box \[40, 30, 20, 15\] is inverted: .* not x, y, width, height"),
+        ({"box_x1y1x2y2": [[[4, 3, 4, 15]] * 2, []]}, r"a box \[4, 3, 4, 15\] is empty"),
+        ({"box_x1y1x2y2": [[[17, -904, 55, -880]] * 2, []]}, r"a box \[17, -904, 55, -880\] lies outside its picture of 100x70"),
+        ({"box_x1y1x2y2": [[[10, 10, 60, 40]] * 2, [[100, 10, 160, 40]]]}, "a box .* lies outside its picture"),
+        ({"box_x1y1x2y2": 3}, "its box_x1y1x2y2 is 3, not a list with an entry for each message"),
     ],
 )
 def test_a_grit_record_with_a_wrong_part_is_a_bad_record(tmp_path, change, message):
