@@ -44,7 +44,8 @@ def choice_question(record: Record, question: str) -> tuple[str, str] | None:
     if not name and not columns:
         return None
     record.read.update(columns.values())
-    written = record.take(name) if name else {title: fields[column] for title, column in columns.items()}
+    in_columns = {title: None if holds_nothing(fields[column]) else fields[column] for title, column in columns.items()}
+    written = record.take(name) if name else in_columns
     in_text = isinstance(written, str)
     written = parsed(written) if in_text else written
     if isinstance(written, list) and not written:  # MMMU's open questions

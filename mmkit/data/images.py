@@ -105,7 +105,7 @@ def _lazy(ref: ImageRef, max_pixels: int) -> Image.Image:
     except UnidentifiedImageError:
         raise ImageError(f"image {ref.told} is of no known image format") from None
     except _DAMAGED as error:
-        raise ImageError(f"image {ref.told} cannot be opened ({error})") from None
+        raise ImageError(f"image {ref.told} cannot be opened ({str(error)[:120]})") from None
     if image.width * image.height > max_pixels:
         raise ImageError(
             f"image {ref.told} has {image.width}x{image.height} pixels, more than the allowed {max_pixels:,}", "too large image"

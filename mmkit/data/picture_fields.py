@@ -24,7 +24,7 @@ IMAGE_FIELDS = (
 NUMBERED_FIELDS = tuple(f"image_{number}" for number in range(1, 10))  # MMMU has image_1 to image_7, filled from the front
 # The beginnings of JPEG, PNG, GIF, WebP, BMP and TIFF files in base64; the first looks like an absolute path
 _BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR", "Qk0", "Qk1", "SUkq", "TU0A")
-_BASE64, _SHORTEST, _LONGEST_PATH = re.compile(r"[A-Za-z0-9+/_-]+={0,2}"), 40, 1024
+_BASE64, _SHORTEST, _LONGEST_PATH = re.compile(r"[A-Za-z0-9+/]+={0,2}"), 40, 1024
 Shown = list[ImageRef | int | None]  # of each image marker of a text, in order: its own picture, a number of the record's, the next one
 
 
@@ -88,14 +88,14 @@ def _decoded(record: Record, text: str) -> bytes | None:
         header, _, payload = text.partition(",")
         if not header.endswith(";base64"):
             raise record.bad(f"its image is a data URL without base64, {text[:40]!r}; give a path or base64", "image")
-    payload = "".join(payload.split())
+    payload = "".join(payload.split()).translate(str.maketrans("-_", "+/"))
     alphabet = len(payload) >= _SHORTEST and bool(_BASE64.fullmatch(payload))
     if not is_url and not (alphabet and (payload.startswith(_BASE64_STARTS) or len(payload) > _LONGEST_PATH)):
         if len(text) > 4 * _LONGEST_PATH:  # more than a path can have
             raise record.bad(f"its image is a text of {len(text):,} characters, no path and no base64: {text[:40]!r}", "image")
         return None
     try:
-        content = base64.b64decode(payload.translate(str.maketrans("-_", "+/")) + "=" * (-len(payload) % 4), validate=True)
+        content = base64.b64decode(payload + "=" * (-len(payload) % 4), validate=True)
         with contextlib.suppress(OSError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning):
             Image.open(io.BytesIO(content))
             return content

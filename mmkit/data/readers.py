@@ -176,7 +176,7 @@ def _refuse_one_object(path: Path) -> None:
         form = "VQA form; make one line a question, with the picture, question and answers that its question_id joins"
     elif lists:
         name, rows = max(lists.items(), key=lambda pair: len(pair[1]))
-        form = f"the {len(rows):,} objects of {shown(name)!r} may be records; write that list to a file of its own"
+        form = f"the {len(rows):,} objects of {shown(name)} may be records; write that list to a file of its own"
     elif found and all(isinstance(value, dict) for value in found.values()):
         asks = any("question" in value for value in found.values())
         form = "GQA form; make one line a question, its key as id" if asks else "make one line of each object, its key as id"

@@ -27,7 +27,7 @@ _THOUSANDTHS, _SHARES = Frame("thousandths", 1000, 1000), Frame("shares", 1, 1)
 # ms-swift's bbox_type, of this version and of those before
 _FRAMES = {"real": None, "norm1": _SHARES, "norm_1": _SHARES, "norm1000": _THOUSANDTHS, "norm_1000": _THOUSANDTHS}
 _WRITTEN = r"<box>(?P<box>[\s\d.,()\[\]-]+)</box>|<\|box_start\|>(?P<qwen2>[\s\d.,()\[\]-]+)<\|box_end\|>"
-_PLACE = re.compile(rf"<bbox_location(?P<grit>\d+)>|(?P<bbox><bbox>)|(?P<ref><ref-object>)|{_WRITTEN}")
+_PLACE = re.compile(rf"<bbox_location(?P<grit>\d+)>|(?P<bbox><bbox>(?![^<]*</bbox>))|(?P<ref><ref-object>)|{_WRITTEN}")
 _REFERENCE = re.compile(r"</?ref>|<\|object_ref_(?:start|end)\|>")
 
 
