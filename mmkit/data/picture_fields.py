@@ -62,6 +62,7 @@ def image_of(record: Record, value: Any) -> ImageRef:
     data = value
     if isinstance(value, Mapping):  # Hugging Face {bytes, path}, OpenAI {url, detail}, Anthropic {type, media_type, data}
         data = next((value[name] for name in ("bytes", "path", "url", "data") if not holds_nothing(value.get(name))), None)
+        record.note_unread(value, ("bytes", "path", "url", "data", "detail", "media_type"), "image.")
     if isinstance(data, str) and data:
         content = _decoded(record, data)
         return ImageRef(joined(record.folder, data)) if content is None else ImageRef(content)

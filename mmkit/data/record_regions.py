@@ -132,6 +132,9 @@ class Boxes:
 
     def _of_grit(self, turn: int, number: int, rng: np.random.Generator | None) -> Region:
         mine, masks = (_at(rows, turn - self.first) for rows in (self.grit, self.masks))
+        for rows, what in ((mine, "boxes"), (masks, "masks")):
+            if not isinstance(rows, list | tuple | np.ndarray):
+                raise self.record.bad(f"the {what} of a message are {shown(rows)}, not a list", "box")
         if number >= len(mine):
             raise self.record.bad(f"mentions box {number} of a message with {len(mine)}", "region count")
         region = self._region(mine[number], None, 0, points=False)

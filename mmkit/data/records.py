@@ -128,7 +128,8 @@ def _turns(record: Record, message: Any, pictures: Shown) -> list[Turn]:
         texts = {role: record.text(message[pair[role]], "message") for role in ("user", "assistant")}
         _not_empty(record, texts["assistant"])
         return [Turn(role, _marked(record, text, pictures)) for role, text in texts.items()]
-    role, content_key = message.get("from", message.get("role")), "value" if message.get("value") is not None else "content"
+    role_key = "from" if message.get("from") is not None else "role"
+    role, content_key = message.get(role_key), "value" if message.get("value") is not None else "content"
     if not isinstance(role, str) or role.strip().lower() not in ROLES:
         raise record.bad(f"a message is from {shown(role)}; it must be one of {', '.join(ROLES)}", "turns")
     role, content = ROLES[role.strip().lower()], message.get(content_key)
@@ -143,7 +144,7 @@ def _turns(record: Record, message: Any, pictures: Shown) -> list[Turn]:
         trained = trained and flag in (None, True, 1)
     if role == "user" and any(message.get(name) for name in _FLAGS):
         record.note("records have a user's message that is marked to be learned, which only answers are")
-    record.note_unread(message, ("from", "role", content_key, *_FLAGS), "conversations[].")
+    record.note_unread(message, (role_key, content_key, *_FLAGS), "conversations[].")
     if content is None:
         found = ", ".join(f"{str(name)[:40]}{' (null)' if value is None else ''}" for name, value in message.items())
         what, reason = ("answer", "empty answer") if role == "assistant" else ("message", "turns")
@@ -216,7 +217,7 @@ def _not_empty(record: Record, text: str) -> None:
 
 def _question(record: Record, pictures: Shown) -> list[Turn]:
     """The two turns of a question (with options, or as instruction and input) and its answer, or of a caption without a question."""
-    fields = record.fields
+    fields, read_before = record.fields, set(record.read)
     asked = next((name for name in ASKED if fields.get(name) is not None), None)
     answered = [name for name in (*ANSWERED, *SEVERAL_ANSWERS, MOST_FREQUENT) if name in fields and (name != "label" or asked == "query")]
     question = "" if asked is None else record.text(fields[asked], asked)
@@ -233,6 +234,7 @@ def _question(record: Record, pictures: Shown) -> list[Turn]:
             question = f"{record.text(hint, 'hint')}\n{question}"
         answer = _answer(record, next((name for name in answered if fields[name] is not None), answered[0]))
         return [Turn("user", _marked(record, question, pictures)), Turn("assistant", _marked(record, answer, pictures))]
+    record.read = read_before  # nothing of a question without an answer is used
     caption = next((name for name in CAPTION_FIELDS if fields.get(name) is not None), None)
     if caption is None:
         wanted = f"conversations, messages, question + answer, instruction + output, or one of {', '.join(CAPTION_FIELDS)}"
