@@ -7,7 +7,6 @@ neighbours of an epoch in one shard for fast reading. Sets too large to index fi
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -22,13 +21,16 @@ import numpy as np
 from mmkit.config import DataConfig, FilterRule, SourceConfig
 from mmkit.data.example import Example
 from mmkit.data.tar_files import expand, is_remote
-from mmkit.data.tar_index import FILTERED, IMAGE_EXTENSIONS, WHOLE, ShardIndex, index_of, opened_index, title, total
+from mmkit.data.records import CAPTION_FIELDS
+from mmkit.data.tar_captions import IMAGE_EXTENSIONS, caption_place
+from mmkit.data.tar_index import APART, FILTERED, NOTED, WHOLE, ShardIndex, index_of, is_damage, title, total
 from mmkit.errors import InputError
 
 log = logging.getLogger(__name__)
 
 SHUFFLE = 5000  # samples whose order is mixed in a window of an epoch, as open_clip's sample buffer
 CONNECTIONS = 8  # remote shards indexed at the same time
+NAMED = 10  # shards and endings that a message names
 
 
 class ShardSource:
@@ -85,6 +87,11 @@ class ShardSource:
         """Samples left out, by cause, over all shards."""
         return total(self.indexes)
 
+    @property
+    def unread(self) -> Counter:
+        """Files of usable samples that nothing reads, by their ending, over all shards."""
+        return sum((index.unread for index in self.indexes), Counter())
+
     def report(self) -> list[dict[str, Any]]:
         """One row a shard: samples usable, left out by cause, and what is wrong with it."""
         return [index.row() for index in self.indexes]
@@ -93,12 +100,24 @@ class ShardSource:
         """Lines for people: totals, what each cause and rule removed, damaged shards by name, how an epoch draws."""
         counts = self.counts
         lines = [f"{self.name}: {len(self.indexes)} shards, {counts['samples']:,} samples found, {len(self):,} usable"]
-        lines += [f"  left out: {n:,} {cause}" for cause, n in sorted(counts.items()) if cause != "samples"]
-        lines += [f"  {index.url}: {index.message} ({len(index)} samples kept)" for index in self.indexes if index.message]
+        causes = sorted(counts.keys() - {"samples"})
+        lines += [f"  {'noted' if cause in NOTED else 'left out'}: {counts[cause]:,} {cause}" for cause in causes]
+        lines += [f"  not read: {n:,} {name} files" for name, n in self.unread.most_common(NAMED)]
+        worst = sorted((index for index in self.indexes if index.message or index.bad), key=lambda index: -index.bad)
+        lines += [f"  {_wrong_with(index)} ({len(index):,} samples kept)" for index in worst if index.message or index in worst[:NAMED]]
+        more = sum(not index.message for index in worst[NAMED:])
+        lines += [f"  and {more:,} more shards with samples that cannot be used"] if more else []
         if self.resampled:
             different = f"{unique_expected(self):,} different ones"
             lines.append(f"  shards drawn with replacement: of {len(self):,} samples an epoch as long shows {different}")
         return "\n".join(lines)
+
+
+def _wrong_with(index: ShardIndex) -> str:
+    """A shard's name with what is wrong with it as a whole, and how many of its samples cannot be used, by cause."""
+    causes = [f"{n:,} {cause}" for cause, n in index.counts.most_common() if cause not in ("samples", *WHOLE) and is_damage(cause)]
+    of = f"{', '.join(causes)} of {index.counts['samples']:,} samples" if causes else ""
+    return f"{index.url}: {'; '.join(part for part in (index.message, of) if part)}"
 
 
 def unique_expected(source: ShardSource, drawn: int | None = None) -> int:
@@ -119,9 +138,10 @@ def open_shards(config: SourceConfig, data: DataConfig | None = None) -> ShardSo
     urls = expand(config.path)
     indexes = _first_checked(config, urls, data.caption_key)
     source = ShardSource(config.name, indexes, resampled=data.resampled)
-    check_filters(source, config.filters, data.caption_key)
+    check_filters(source, config.filters)
     check_damage(source, data.max_bad_share)
-    log.log(logging.WARNING if any(index.message for index in indexes) else logging.INFO, "%s", source.summary())
+    told = source.unread or any(index.message or any(cause != "samples" and not cause.startswith(FILTERED) for cause in index.counts) for index in indexes)
+    log.log(logging.WARNING if told else logging.INFO, "%s", source.summary())
     return source
 
 
@@ -143,28 +163,33 @@ def check_extensions(name: str, index: ShardIndex, caption: str) -> None:
     removed = sum(n for cause, n in index.counts.items() if cause.startswith(FILTERED))
     if len(index) or removed:
         return
-    none = f"{name}: none of the {index.counts['samples']} samples of the first shard {index.url} can be used. "
-    if caption in index.found and any(extension in index.found for extension in IMAGE_EXTENSIONS):
+    none, (ending, _) = f"{name}: none of the {index.counts['samples']} samples of the first shard {index.url} can be used", caption_place(caption)
+    if index.counts[APART]:
         raise InputError(
-            f"{none}It has pictures and {caption} files, but the files of one key do not stand side by side: "
-            f"{index.counts['duplicate key']} keys come again later. Make the tar anew with its names sorted (`tar --sort=name`), or by "
+            f"{none}. It has pictures and {ending} files, but the files of one key do not stand side by side: "
+            f"{index.counts[APART]} keys come again later. Make the tar anew with its names sorted (`tar --sort=name`), or by "
             "`mmkit.data.tar_writer`"
         )
+    causes = ", ".join(f"{n:,} {cause}" for cause, n in index.counts.most_common() if cause != "samples")
+    likely = sorted(index.texts, key=lambda field: field.rpartition(":")[2].rpartition(".")[2] not in CAPTION_FIELDS)[:NAMED]
+    fields = f" Fields of its json that hold text: {', '.join(likely)}; set data.caption_key to one, as {likely[0]}." if likely else ""
+    found = sorted(index.found)
     raise InputError(
-        f"{none}Extensions found: {', '.join(sorted(index.found))}; wanted: one of {', '.join(IMAGE_EXTENSIONS)} and {caption}. A key "
-        "ends at its first dot, so `a.input.jpg` has extension `input.jpg`; write the shards anew with `mmkit.data.tar_writer`, or set "
-        "data.caption_key"
+        f"{none} ({causes}). Extensions found: {', '.join(found[:NAMED])}{' ...' if found[NAMED:] else ''}; wanted: one of "
+        f"{', '.join(IMAGE_EXTENSIONS)} and {ending}.{fields} A key ends at its first dot, so `a.input.jpg` has extension `input.jpg`; "
+        "write the shards anew with `mmkit.data.tar_writer`, or set data.caption_key"
     )
 
 
-def check_filters(source: ShardSource, filters: Sequence[FilterRule], caption: str) -> None:
+def check_filters(source: ShardSource, filters: Sequence[FilterRule]) -> None:
     """ValueError where the filters leave no sample, a warning for a rule whose key no sample has: it is likely misspelt."""
     removed = [(title(rule), source.counts[FILTERED + title(rule)]) for rule in filters]
     n, missing = len(source) + sum(count for _, count in removed), sum((index.missing for index in source.indexes), Counter())
     absent = [rule.key for rule in filters if n and missing[title(rule)] == n]
     if not absent and (len(source) or not n):
         return
-    keys = f"keys of the samples' json: {', '.join(_keys(source.indexes, caption)) or 'none'}"
+    seen = sorted(sum((index.keys for index in source.indexes[:NAMED]), Counter()))
+    keys = f"keys of the samples' json: {', '.join(seen) or 'none'}"
     if absent:
         keys = f"no sample has a value for {', '.join(absent)}; {keys}"
     if len(source):
@@ -172,13 +197,6 @@ def check_filters(source: ShardSource, filters: Sequence[FilterRule], caption: s
         return
     causes = ", ".join(f"{count} by {rule}" for rule, count in removed if count)
     raise InputError(f"{source.name}: the filters remove all {n} samples ({causes}); {keys}. Correct the source's filters")
-
-
-def _keys(indexes: Sequence[ShardIndex], caption: str) -> list[str]:
-    """Keys of the metadata of the first samples."""
-    first = next(index for index in indexes if index.found)
-    with contextlib.closing(opened_index(first.url, caption, most=10)) as index:
-        return sorted({key for i in range(len(index)) for key in index.read(i)[2]})
 
 
 def check_damage(source: ShardSource, max_bad_share: float) -> None:
@@ -196,7 +214,7 @@ def damage(source: ShardSource) -> float:
     sizes = [index.counts["samples"] for index in source.indexes if index.counts["samples"] and not index.message]
     average = sum(sizes) / len(sizes) if sizes else 1.0
     lost = sum(index.lost or max(average - index.counts["samples"], 1) for index in source.indexes if index.message)
-    bad = sum(index.bad - sum(index.counts[cause] for cause in WHOLE) for index in source.indexes)
+    bad = sum(index.bad_samples for index in source.indexes)
     return min((bad + lost) / max(source.counts["samples"] + lost, 1), 1.0)
 
 
