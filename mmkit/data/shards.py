@@ -23,7 +23,7 @@ from mmkit.data.example import Example
 from mmkit.data.tar_files import expand, is_remote
 from mmkit.data.records import CAPTION_FIELDS
 from mmkit.data.tar_captions import IMAGE_EXTENSIONS, caption_place
-from mmkit.data.tar_index import APART, FILTERED, NOTED, WHOLE, ShardIndex, index_of, is_damage, title, total
+from mmkit.data.tar_index import APART, EMPTY, FILTERED, NOTED, WHOLE, ShardIndex, index_of, is_damage, title, total
 from mmkit.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -102,11 +102,13 @@ class ShardSource:
         lines = [f"{self.name}: {len(self.indexes)} shards, {counts['samples']:,} samples found, {len(self):,} usable"]
         causes = sorted(counts.keys() - {"samples"})
         lines += [f"  {'noted' if cause in NOTED else 'left out'}: {counts[cause]:,} {cause}" for cause in causes]
+        lines += [f"  {index.url}: it holds no file" for index in [index for index in self.indexes if index.counts[EMPTY]][:NAMED]]
         lines += [f"  not read: {n:,} {name} files" for name, n in self.unread.most_common(NAMED)]
         worst = sorted((index for index in self.indexes if index.message or index.bad), key=lambda index: -index.bad)
-        lines += [f"  {_wrong_with(index)} ({len(index):,} samples kept)" for index in worst if index.message or index in worst[:NAMED]]
-        more = sum(not index.message for index in worst[NAMED:])
-        lines += [f"  and {more:,} more shards with samples that cannot be used"] if more else []
+        told = [index for place, index in enumerate(worst) if index.message or place < NAMED]
+        lines += [f"  {_wrong_with(index)} ({len(index):,} samples kept)" for index in told]
+        if len(worst) > len(told):
+            lines.append(f"  and {len(worst) - len(told):,} more shards with samples that cannot be used")
         if self.resampled:
             different = f"{unique_expected(self):,} different ones"
             lines.append(f"  shards drawn with replacement: of {len(self):,} samples an epoch as long shows {different}")
@@ -140,7 +142,7 @@ def open_shards(config: SourceConfig, data: DataConfig | None = None) -> ShardSo
     source = ShardSource(config.name, indexes, resampled=data.resampled)
     check_filters(source, config.filters)
     check_damage(source, data.max_bad_share)
-    told = source.unread or any(index.message or any(cause != "samples" and not cause.startswith(FILTERED) for cause in index.counts) for index in indexes)
+    told = any(index.message or any(cause != "samples" and not cause.startswith(FILTERED) for cause in index.counts) for index in indexes)
     log.log(logging.WARNING if told else logging.INFO, "%s", source.summary())
     return source
 
@@ -159,7 +161,10 @@ def _first_checked(config: SourceConfig, urls: Sequence[str], caption: str) -> l
 
 
 def check_extensions(name: str, index: ShardIndex, caption: str) -> None:
-    """ValueError where a shard has samples but none of use, naming the extensions found and wanted."""
+    """ValueError where a shard has samples but none of use, naming the extensions found and wanted; a warning of files that nothing reads."""
+    if index.unread:
+        endings = ", ".join(name for name, _ in index.unread.most_common(NAMED))
+        log.warning("%s: beside pictures and captions its samples have files that are not read: %s", name, endings)
     removed = sum(n for cause, n in index.counts.items() if cause.startswith(FILTERED))
     if len(index) or removed:
         return
@@ -202,8 +207,9 @@ def check_filters(source: ShardSource, filters: Sequence[FilterRule]) -> None:
 def check_damage(source: ShardSource, max_bad_share: float) -> None:
     """ValueError where too much is missing, or nothing is there."""
     if (share := damage(source)) > max_bad_share or not len(source):
+        much = f"{share:.1%} of the samples are damaged or missing, more than data.max_bad_share {max_bad_share:.1%}"
         raise InputError(
-            f"{share:.1%} of the samples are damaged or missing, more than data.max_bad_share {max_bad_share:.1%}:\n"
+            f"{much if share > max_bad_share else 'the shards hold no sample'}:\n"
             f"{source.summary()}\nRepair or leave out these shards, or raise data.max_bad_share"
         )
 

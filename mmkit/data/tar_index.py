@@ -53,9 +53,11 @@ FILTERED = "filter "
 REPEATED = "duplicate key"  # the sample is used all the same
 UNREAD_JSON = "unreadable json, sample kept"  # as above: its metadata are lost, which no rule and no caption asked for
 UNNAMED = "file without a key or an extension"  # as README, or ._a.jpg: of no sample
-NOTED = (REPEATED, UNREAD_JSON, UNNAMED)
+EMPTY = "empty shard"  # a whole tar without a file
+NOTED = (REPEATED, UNREAD_JSON, UNNAMED, EMPTY)
 DOTTED, APART = "dotted key", "files apart"
-WHOLE = ("truncated tar", "damaged tar", "absent shard", "unreadable shard", "empty shard")  # counters of shards, not of samples
+NO_SAMPLE = "shard without a sample"  # whose files all have no key or no extension
+WHOLE = ("truncated tar", "damaged tar", "absent shard", "unreadable shard", NO_SAMPLE)  # counters of shards, not of samples
 COUNTERS = ("counts", "found", "unread", "keys", "texts", "missing")  # of a `ShardIndex`
 SUSPECT_SECONDS = 60.0
 
@@ -263,9 +265,10 @@ def build(
         index.unread.update(_numberless(name) for name in files if name != "json" and files[name] not in row)
     index.counts = +index.counts  # without zeros
     if not index.counts["samples"] and not index.message:
-        index.counts["empty shard"] += 1
-        only = f"; of its files {index.counts[UNNAMED]} have no key or no extension" if index.counts[UNNAMED] else ""
-        index.message = f"it holds no sample{only}"
+        unnamed = index.counts[UNNAMED]
+        index.counts[NO_SAMPLE if unnamed else EMPTY] += 1
+        index.message = f"none of its {unnamed:,} files has a key and an extension" if unnamed else ""
+        log.warning("shard %s: %s", url, index.message or "it holds no file")
     index.names, index.kinds, index.spans = _arrays(keys, kinds, spans)
     return index
 
