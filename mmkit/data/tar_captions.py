@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from mmkit.config import ConfigError
 from mmkit.data.example import BadRecord
 
 IMAGE_EXTENSIONS = ("jpg", "png", "jpeg", "webp")  # those that open_clip reads from shards
+SURROGATE = re.compile("[\ud800-\udfff]")
 DEPTH = 3  # of the fields that are offered for captions
 
 
@@ -52,7 +54,7 @@ def caption_of(data: bytes, caption_key: str) -> str:
         reason, said = "caption is no text", f"{what} is {json.dumps(value)[:40]}, not text"
     elif not value.strip():
         reason, said = "empty text", f"{what} is empty"
-    elif any("\ud800" <= letter <= "\udfff" for letter in value):
+    elif SURROGATE.search(value):
         reason, said = "not UTF-8", f"{what} has half of a character (a lone surrogate)"
     elif "\0" in value:
         reason, said = "not UTF-8", f"{what} has zero bytes between its letters, as UTF-16 has; save it as UTF-8"
