@@ -56,13 +56,15 @@ git-filter:
 	  git config filter.mmkit-notebooks.clean "'$(PY)' -m nbstripout --keep-id --extra-keys '$(JUPYTER_KEYS)'"
 	fi
 
-# PASSIVE: waiting threads sleep, so that tests beside other work on the same cores are 2-4 times faster
+# PASSIVE: waiting threads sleep, so that tests beside other work on the same cores are 2-4 times faster.
+# Two test files at a time (JOBS=1: one): most of a test is one Python thread, and starts of processes.
+JOBS ?= 2
 test: env
 	@if [[ "$$(id -u)" == 0 ]] && command -v apt-get >/dev/null && ! command -v sinfo >/dev/null; then
 	  (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge) >/dev/null 2>&1 \
 	    || echo "slurm-wlm could not be installed; the tests on a real SLURM are skipped"
 	fi
-	OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q --durations=15 $(TESTS)
+	OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q --durations=15 -n $(JOBS) --dist loadfile $(TESTS)
 
 demo: env
 	@$(PY) -m mmkit notebook demo

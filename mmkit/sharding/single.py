@@ -1,4 +1,4 @@
-"""One process on one device (CPU, CUDA or MPS), and the eager PyTorch step that the process backends build on."""
+"""One process on one device (CPU or CUDA), and the eager PyTorch step that the process backends build on."""
 
 from __future__ import annotations
 

@@ -33,7 +33,6 @@ PACKAGES = (
     "mmkit", "torch", "torchvision", "torch_xla", "deepspeed", "transformers", "peft", "open_clip_torch", "timm", "bitsandbytes",
     "safetensors", "numpy",
 )  # fmt: skip
-WIDEST = {"mps": torch.float32}  # the widest number of a kind of device, where that is not fp64
 REMOTE_SECONDS = 30.0  # between uploads of metrics.jsonl to an object store
 
 
@@ -46,16 +45,15 @@ def totals(outs: Sequence[Mapping[str, Any]], device: torch.device) -> tuple[lis
     """Names and the values of one step on this process: sums added over its micro-batches, readings averaged. The value
     ``ones`` becomes, summed with the others, the number of processes that added up: what readings are divided by.
 
-    In fp64, which holds counts of any size (fp32 only up to 2**24) beside losses, where the device has it.
+    In fp64, which holds counts of any size (fp32 only up to 2**24) beside losses.
     """
     names = sorted({name for out in outs for name in out})
-    kind = WIDEST.get(device.type, torch.float64)
     values = []
     for name in names:
-        parts = [torch.as_tensor(out[name], device=device).detach().to(kind) for out in outs if name in out]
+        parts = [torch.as_tensor(out[name], device=device).detach().double() for out in outs if name in out]
         whole = torch.stack(parts)
         values.append(whole.sum() if is_sum(name) else whole.mean())
-    return [*names, "ones"], torch.stack([*values, torch.ones((), dtype=kind, device=device)])
+    return [*names, "ones"], torch.stack([*values, torch.ones((), dtype=torch.float64, device=device)])
 
 
 def number(value: Any) -> Any:

@@ -23,7 +23,7 @@ from mmkit.errors import InputError
 
 log = logging.getLogger(__name__)
 
-FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")  # where torch's AdamW has one kernel for all parameters
+FUSED_DEVICES = ("cpu", "cuda")  # where torch's AdamW has one kernel for all parameters
 LIMITS: dict[str, tuple[float, float]] = {"logit_scale": (0.0, math.log(100))}  # kept after every step (CLIP section 2.5); by last name
 POSITION = re.compile(r"(^|[._])pos(ition(al)?)?(_?embed(ding)?s?|_?emb)([._]|$)|(^|\.)positions\.", re.IGNORECASE)
 OPEN_CLIP_TOWERS = ("image", "text")  # whose published recipes decay position embeddings too

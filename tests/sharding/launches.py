@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SAVE_AT, STEPS, RESUMED = 3, 20, 8
+SAVE_AT, STEPS, RESUMED = 3, 12, 6
 TWO = {  # kinds of two processes
     "ddp": {"kind": "torch", "strategy": "ddp"},
     "fsdp": {"kind": "torch", "strategy": "fsdp"},

@@ -22,7 +22,7 @@ from mmkit.sharding.backend import create
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv, self.norm, self.up, self.down = nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.conv, self.norm, self.up, self.down = nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 16), nn.Linear(16, 8)
     def forward(self, x, *, scale):
         return x + self.down(torch.relu(self.up(self.norm(self.conv(x[..., None])).squeeze(-1)))) * scale
 
