@@ -136,23 +136,24 @@ class ShardSet:
 
     def first(self, config: SourceConfig) -> ShardSource:
         """The first shards of one source by index, for looking at."""
+        return ShardSource(config.name, [index_of(url, self.caption, config.filters) for url in self._first_urls(config)])
+
+    def _first_urls(self, config: SourceConfig) -> list[str]:
         number = self.configs.index(config)
         begin, end = [0, *self.ends.tolist()][number : number + 2]
-        urls = self.urls[begin : min(end, begin + FIRST_SHARDS)]
-        return ShardSource(config.name, [index_of(url, self.caption, config.filters) for url in urls])
+        return self.urls[begin : min(end, begin + FIRST_SHARDS)]
 
     def share(self, config: SourceConfig) -> int:
         """Samples an epoch is expected to take from one source."""
         part = np.concatenate([[0], self.bounds])[[0, *self.ends]]
         return round(float(np.diff(part)[self.configs.index(config)]) * self.samples_per_epoch)
 
-    def check_first(self) -> None:
-        """ValueError where the first shard of a source that is there holds no usable sample (U21), or none of its first few is there."""
-        begins = [0, *self.ends.tolist()]
-        for config, begin, end in zip(self.configs, begins, begins[1:], strict=False):
+    def check_first(self, only: SourceConfig | None = None) -> None:
+        """ValueError where the first shard that is there of a source (of ``only``, or of all) has no usable sample, or none is there."""
+        for config in [only] if only else self.configs:
             messages = []
-            for shard in range(begin, min(end, begin + FIRST_SHARDS)):
-                index = opened_index(self.urls[shard], self.caption, config.filters, most=FIRST_SAMPLES)
+            for url in self._first_urls(config):
+                index = opened_index(url, self.caption, config.filters, most=FIRST_SAMPLES)
                 index.close()
                 if index.found:
                     check_extensions(config.name, index, self.caption)
