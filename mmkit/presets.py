@@ -57,7 +57,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 (byte {error.object[error.start]:#x} at {error.start}); save it as UTF-8") from None
+        place = f"byte {error.object[error.start]:#x} at {error.start}"
+        raise ConfigError(f"{path} is not UTF-8 ({place}); save it as UTF-8") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     tree = read_yaml(text, str(path))
@@ -82,10 +83,12 @@ def preset_tree(name: str, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def merge(below: dict, above: dict, source: str) -> dict:
-    """``above``, which is from ``source``, laid over ``below``: mappings merge, everything else is replaced; ``{replace: true}`` replaces a
-    mapping. ConfigError where a mapping would cover a value that is none."""
-    if lost := [key for key, value in above.items() if isinstance(value, dict) and not isinstance(below.get(key), dict | None)]:
-        raise ConfigError(f"{lost[0]} = {shortened(below[lost[0]])}, over which {source} lays a mapping of settings; correct one of them")
+    """``above``, which is from ``source``, laid over ``below``: mappings merge, everything else is replaced;
+    ``{replace: true}`` replaces a mapping. ConfigError where a mapping would cover a value that is none."""
+    mappings = [key for key, value in above.items() if isinstance(value, dict)]
+    if lost := [key for key in mappings if not isinstance(below.get(key), dict | None)]:
+        covered = f"{lost[0]} = {shortened(below[lost[0]])}"
+        raise ConfigError(f"{covered}, over which {source} lays a mapping of settings; correct one of them")
     if above.get("replace") is True:
         return {key: value for key, value in above.items() if key != "replace"}
     both = [key for key, value in above.items() if isinstance(value, dict) and isinstance(below.get(key), dict)]

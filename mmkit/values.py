@@ -26,16 +26,18 @@ from mmkit.errors import ConfigError
 from mmkit.foreign_names import our_value, ours
 
 LONGEST = 200  # characters of a value in a message
-_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)  # of `!!int x`, [[[[...
+_UNREADABLE = (  # what YAML and Python raise of `!!int x` or [[[[... besides errors of their own
+    ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError,
+)  # fmt: skip
 _NUMBER = ("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"))
 
 
 class Yaml(yaml.SafeLoader):
-    """YAML that takes 1e-4 for a number, as everybody writes it (YAML 1.1 wants 1.0e-4), leaves a date text, since no setting is one and
-    ``name: 2024-05-01`` is a name, and refuses a key that stands twice."""
+    """YAML that takes 1e-4 for a number, as everybody writes it (YAML 1.1 wants 1.0e-4), leaves a date text,
+    since no setting is one and ``name: 2024-05-01`` is a name, and refuses a key that stands twice."""
 
     yaml_implicit_resolvers = {
-        first: [_NUMBER] * (first in "-+0123456789") + [kind for kind in kinds if kind[0] != "tag:yaml.org,2002:timestamp"]
+        first: [_NUMBER] * (first in "-+0123456789") + [kind for kind in kinds if not kind[0].endswith(":timestamp")]
         for first, kinds in (dict.fromkeys("-+0123456789", ()) | yaml.SafeLoader.yaml_implicit_resolvers).items()
     }
 
@@ -50,17 +52,20 @@ class Yaml(yaml.SafeLoader):
 
 
 class Settings(BaseModel):
-    """Base of all settings: frozen, unknown names refused. At the end of a cell they show, as YAML, what differs from the defaults."""
+    """Base of all settings: frozen, unknown names refused. At the end of a cell they show, as YAML, what
+    differs from the defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _truth_is_no_number(cls, tree: Any) -> Any:
-        """``steps: yes`` is no number, though Python counts true as 1: spelt out, it is refused as any text in the place of one."""
+        """``steps: yes`` is no number, though Python counts true as 1: spelt out, it is refused as any text
+        in the place of one."""
         if not isinstance(tree, dict):
             return tree
-        return {name: _spelt(value, cls.model_fields[name].annotation) if name in cls.model_fields else value for name, value in tree.items()}
+        known = cls.model_fields
+        return {name: _spelt(value, known[name].annotation) if name in known else value for name, value in tree.items()}
 
     def __repr__(self) -> str:
         tree = self.model_dump(mode="json", exclude_defaults=True)
@@ -81,7 +86,8 @@ def read_yaml(text: str, source: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         place = f" (line {mark.line + 1})" if mark and "\n" in text else ""
         shown = "" if "\n" in text else f" {shortened(text)}"
-        raise ConfigError(f"{source}{place}:{shown} is no YAML: {shortened(getattr(error, 'problem', None) or str(error), quoted=False)}") from None
+        said = shortened(getattr(error, "problem", None) or str(error), quoted=False)
+        raise ConfigError(f"{source}{place}:{shown} is no YAML: {said}") from None
 
 
 def yaml_lines(tree: dict[str, Any], indent: str = "", room: int = 110) -> list[str]:
@@ -108,8 +114,8 @@ def _flow(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value itself; ValueError where it is not made of texts, numbers, truth values, lists and mappings alone (a date, bytes, a set,
-    a list that holds itself), of which config.yaml could not say what it is."""
+    """The value itself; ValueError where it is not made of texts, numbers, truth values, lists and mappings
+    alone (a date, bytes, a set, a list that holds itself), of which config.yaml could not say what it is."""
     try:
         json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
@@ -117,7 +123,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-Free = Annotated[Any, AfterValidator(lambda value: json.loads(json.dumps(_plain(value))))]  # keys become texts, tuples lists
+# keys become texts and tuples lists, as config.yaml will have them
+Free = Annotated[Any, AfterValidator(lambda value: json.loads(json.dumps(_plain(value))))]
 
 
 def _spelt(value: Any, annotation: Any) -> Any:
@@ -130,7 +137,9 @@ def _spelt(value: Any, annotation: Any) -> Any:
     inner = [typing.get_args(kind) for kind in kinds if typing.get_origin(kind) in (tuple, dict)]
     if inner and isinstance(value, list | tuple):
         return [_spelt(each, inner[0][0]) for each in value]
-    return {key: _spelt(each, inner[0][-1]) for key, each in value.items()} if inner and isinstance(value, dict) else value
+    if inner and isinstance(value, dict):
+        return {key: _spelt(each, inner[0][-1]) for key, each in value.items()}
+    return value
 
 
 def shortened(value: Any, quoted: bool = True) -> str:

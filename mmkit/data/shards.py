@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -102,9 +103,11 @@ class ShardSource:
         lines = [f"{self.name}: {len(self.indexes)} shards, {counts['samples']:,} samples found, {len(self):,} usable"]
         causes = sorted(counts.keys() - {"samples"})
         lines += [f"  {'noted' if cause in NOTED else 'left out'}: {counts[cause]:,} {cause}" for cause in causes]
-        lines += [f"  {index.url}: it holds no file" for index in [index for index in self.indexes if index.counts[EMPTY]][:NAMED]]
+        empty = [index.url for index in self.indexes if index.counts[EMPTY]]
+        lines += [f"  {url}: it holds no file" for url in empty[:NAMED]]
         lines += [f"  not read: {n:,} {name} files" for name, n in self.unread.most_common(NAMED)]
-        worst = sorted((index for index in self.indexes if index.message or index.bad), key=lambda index: -index.bad)
+        faulty = [index for index in self.indexes if index.message or index.bad]
+        worst = sorted(faulty, key=lambda index: -index.bad)
         told = [index for place, index in enumerate(worst) if index.message or place < NAMED]
         lines += [f"  {_wrong_with(index)} ({len(index):,} samples kept)" for index in told]
         if len(worst) > len(told):
@@ -116,8 +119,10 @@ class ShardSource:
 
 
 def _wrong_with(index: ShardIndex) -> str:
-    """A shard's name with what is wrong with it as a whole, and how many of its samples cannot be used, by cause."""
-    causes = [f"{n:,} {cause}" for cause, n in index.counts.most_common() if cause not in ("samples", *WHOLE) and is_damage(cause)]
+    """A shard's name with what is wrong with it as a whole, and how many of its samples cannot be used, by
+    cause."""
+    bad = [cause for cause, _ in index.counts.most_common() if cause not in ("samples", *WHOLE) and is_damage(cause)]
+    causes = [f"{index.counts[cause]:,} {cause}" for cause in bad]
     of = f"{', '.join(causes)} of {index.counts['samples']:,} samples" if causes else ""
     return f"{index.url}: {'; '.join(part for part in (index.message, of) if part)}"
 
@@ -142,7 +147,8 @@ def open_shards(config: SourceConfig, data: DataConfig | None = None) -> ShardSo
     source = ShardSource(config.name, indexes, resampled=data.resampled)
     check_filters(source, config.filters)
     check_damage(source, data.max_bad_share)
-    told = any(index.message or any(cause != "samples" and not cause.startswith(FILTERED) for cause in index.counts) for index in indexes)
+    causes = {cause for index in indexes for cause in index.counts if not cause.startswith(FILTERED)}
+    told = causes - {"samples"} or any(index.message for index in indexes)
     log.log(logging.WARNING if told else logging.INFO, "%s", source.summary())
     return source
 
@@ -161,14 +167,16 @@ def _first_checked(config: SourceConfig, urls: Sequence[str], caption: str) -> l
 
 
 def check_extensions(name: str, index: ShardIndex, caption: str) -> None:
-    """ValueError where a shard has samples but none of use, naming the extensions found and wanted; a warning of files that nothing reads."""
+    """ValueError where a shard has samples but none of use, naming the extensions found and wanted; a warning
+    of files that nothing reads."""
     if index.unread:
         endings = ", ".join(name for name, _ in index.unread.most_common(NAMED))
         log.warning("%s: beside pictures and captions its samples have files that are not read: %s", name, endings)
     removed = sum(n for cause, n in index.counts.items() if cause.startswith(FILTERED))
     if len(index) or removed:
         return
-    none, (ending, _) = f"{name}: none of the {index.counts['samples']} samples of the first shard {index.url} can be used", caption_place(caption)
+    none = f"{name}: none of the {index.counts['samples']} samples of the first shard {index.url} can be used"
+    ending, _ = caption_place(caption)
     if index.counts[APART]:
         raise InputError(
             f"{none}. It has pictures and {ending} files, but the files of one key do not stand side by side: "
@@ -176,8 +184,9 @@ def check_extensions(name: str, index: ShardIndex, caption: str) -> None:
             "`mmkit.data.tar_writer`"
         )
     causes = ", ".join(f"{n:,} {cause}" for cause, n in index.counts.most_common() if cause != "samples")
-    likely = sorted(index.texts, key=lambda field: field.rpartition(":")[2].rpartition(".")[2] not in CAPTION_FIELDS)[:NAMED]
-    fields = f" Fields of its json that hold text: {', '.join(likely)}; set data.caption_key to one, as {likely[0]}." if likely else ""
+    likely = sorted(index.texts, key=lambda field: re.split("[:.]", field)[-1] not in CAPTION_FIELDS)[:NAMED]
+    to_do = f"set data.caption_key to one, as {likely[0]}" if likely else ""
+    fields = f" Fields of its json that hold text: {', '.join(likely)}; {to_do}." if likely else ""
     found = sorted(index.found)
     raise InputError(
         f"{none} ({causes}). Extensions found: {', '.join(found[:NAMED])}{' ...' if found[NAMED:] else ''}; wanted: one of "

@@ -1,8 +1,9 @@
-"""The index of a tar shard: where each usable sample's picture, caption and metadata lie, made in one pass and kept in the cache.
+"""The index of a tar shard: where each usable sample's picture, caption and metadata lie, made in one pass
+and kept in the cache.
 
-With it any sample is one read away, so tar sources behave like any other: exact position, any number of workers. What cannot be
-used is counted by cause here, before training starts: captions and json are read, which lie beside the headers and are small. Pictures
-that do not decode are found when they are read.
+With it any sample is one read away, so tar sources behave like any other: exact position, any number of
+workers. What cannot be used is counted by cause here, before training starts: captions and json are read,
+which lie beside the headers and are small. Pictures that do not decode are found when they are read.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from mmkit.storage import ATTEMPTS
 log = logging.getLogger(__name__)
 
 VERSION = 3
-FIRST, MOST_FIELDS = 10, 30  # samples of a shard whose json tells which fields there are; fields taken from each
+FIRST = 10  # samples of a shard whose json tells which fields there are
+MOST_FIELDS = 30  # taken from each
 OPERATIONS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
@@ -51,13 +53,13 @@ OPERATIONS: dict[str, Callable[[Any, Any], bool]] = {
 # Counters that are not damage: what a rule removes is removed on purpose, and what is noted costs no sample.
 FILTERED = "filter "
 REPEATED = "duplicate key"  # the sample is used all the same
-UNREAD_JSON = "unreadable json, sample kept"  # as above: its metadata are lost, which no rule and no caption asked for
+UNREAD_JSON = "unreadable json, sample kept"  # as above: its metadata are lost, for which nothing asked
 UNNAMED = "file without a key or an extension"  # as README, or ._a.jpg: of no sample
 EMPTY = "empty shard"  # a whole tar without a file
 NOTED = (REPEATED, UNREAD_JSON, UNNAMED, EMPTY)
 DOTTED, APART = "dotted key", "files apart"
 NO_SAMPLE = "shard without a sample"  # whose files all have no key or no extension
-WHOLE = ("truncated tar", "damaged tar", "absent shard", "unreadable shard", NO_SAMPLE)  # counters of shards, not of samples
+WHOLE = ("truncated tar", "damaged tar", "absent shard", "unreadable shard", NO_SAMPLE)  # shards, not samples
 COUNTERS = ("counts", "found", "unread", "keys", "texts", "missing")  # of a `ShardIndex`
 SUSPECT_SECONDS = 60.0
 
@@ -72,9 +74,9 @@ class ShardIndex:
     spans: np.ndarray  # (n, 3, 2) int64: offset and size of picture, caption and metadata (size -1: none)
     counts: Counter = field(default_factory=Counter)  # cause -> samples left out; "samples" -> all that were found
     found: Counter = field(default_factory=Counter)  # extension -> files, with N for its numbers
-    unread: Counter = field(default_factory=Counter)  # the same, of usable samples' files that are neither picture, caption nor json
+    unread: Counter = field(default_factory=Counter)  # the same, of usable samples' files that nothing reads
     keys: Counter = field(default_factory=Counter)  # of the first samples' json
-    texts: Counter = field(default_factory=Counter)  # fields of these samples with a text in them, as ``json:caption``
+    texts: Counter = field(default_factory=Counter)  # fields of the same that hold text, as ``json:caption``
     missing: Counter = field(default_factory=Counter)  # rule -> samples without a value for it
     message: str = ""  # what was wrong with the shard as a whole
     lost: int = 0  # samples behind the damage, estimated by bytes
@@ -101,7 +103,8 @@ class ShardIndex:
         except ShardError as error:
             raise BadRecord(str(error), key=key, source=source, reason=error.reason) from error
         except BadRecord as error:  # the shard is another than when it was indexed
-            raise BadRecord(f"{error.message}; in {self.url}", key=key, source=source, reason=error.reason) from error
+            said = f"{error.message}; in {self.url}"
+            raise BadRecord(said, key=key, source=source, reason=error.reason) from error
         turns = (Turn("user", IMAGE, trained=False), Turn("assistant", caption))
         return Example(key, (ImageRef(picture, name=self.picture_name(i)),), turns, source=source, meta=meta)
 
@@ -228,20 +231,23 @@ def _name(url: str, mark: str, caption: str, filters: Sequence[FilterRule]) -> s
 def build(
     url: str, caption: str = "txt", filters: Sequence[FilterRule] = (), *, file: int | None = None, most: int | None = None
 ) -> ShardIndex:
-    """Reads a shard's headers once, from its descriptor ``file`` where it is opened; the first ``most`` samples only, where given.
+    """Reads a shard's headers once, from its descriptor ``file`` where it is opened; the first ``most``
+    samples only, where given.
 
-    Damage ends the reading and is counted; the whole samples before it stay. ConfigError for a caption or a rule that no sample can have.
+    Damage ends the reading and is counted; the whole samples before it stay. ConfigError for a caption or a
+    rule that no sample can have.
     """
     keys, kinds, spans = [], [], []
     check_rules(filters)
     index = ShardIndex(url, *_arrays(keys, kinds, spans), file=file, caption=caption)
-    halves: dict[str, str] = {}  # keys whose files are no sample -> their counter: the other half may come later
+    halves: dict[str, str] = {}  # keys whose files are no sample -> their counter: the rest may come later
     for key, files in itertools.islice(_samples(url, index), most):
         index.found.update(_numberless(extension) for extension in files)
         for extension, facts in files.items() if index.counts["samples"] < FIRST else ():
             meta = (extension.endswith("json") and _metadata(facts.content or b"")) or {}
             index.keys.update([*meta] if extension == "json" else ())
-            index.texts.update(f"{extension}:{name}" for name in itertools.islice(text_fields(meta), MOST_FIELDS))
+            named = itertools.islice(text_fields(meta), MOST_FIELDS)
+            index.texts.update(f"{extension}:{name}" for name in named)
         picture, cause, behind_dots = _taken(files, caption)
         halved = cause in ("missing image", "missing text")
         if halved and halves.get(key, cause) != cause:
@@ -278,7 +284,8 @@ def _arrays(keys: list[bytes], kinds: list[int], spans: list) -> tuple[np.ndarra
 
 
 def _key_and_extension(name: str) -> tuple[str, str]:
-    """A file's place in a sample: a key ends at the first dot of the name. Both empty for a file that belongs to none."""
+    """A file's place in a sample: a key ends at the first dot of the name. Both empty for a file that belongs
+    to none."""
     folder, _, name = name.rpartition("/")
     base, _, extension = name.partition(".")
     return (f"{folder}/{base}" if folder else base, extension.lower()) if base and extension else ("", "")
@@ -314,10 +321,11 @@ def _samples(url: str, index: ShardIndex) -> Iterator[tuple[str, dict[str, TarMe
 
 
 def _taken(files: dict[str, TarMember], caption: str) -> tuple[str, str, int]:
-    """(extension of the picture, why these files are no pair, samples that stand behind a dot) of the files of one key.
+    """(extension of the picture, why these files are no pair, samples that stand behind a dot) of the files
+    of one key.
 
-    A key ends at its first dot, so ``img.0.jpg``, ``img.0.txt``, ``img.1.jpg`` ... are the files of one key, ``img``, whose extensions
-    are ``0.jpg`` and so on: each number is a sample that would be lost uncounted.
+    A key ends at its first dot, so ``img.0.jpg``, ``img.0.txt``, ``img.1.jpg`` ... are the files of one key,
+    ``img``, whose extensions are ``0.jpg`` and so on: each number is a sample that would be lost uncounted.
     """
     place = caption_place(caption)[0]
     picture = next((name for name in IMAGE_EXTENSIONS if name in files), "")
@@ -332,8 +340,11 @@ def _taken(files: dict[str, TarMember], caption: str) -> tuple[str, str, int]:
     return picture, "missing text" if picture else "missing image", 0
 
 
-def _unlearnable(index: ShardIndex, files: dict[str, TarMember], picture: str, filters: Sequence[FilterRule]) -> str:
-    """The counter of what is wrong with a pair, or of the first rule that removes it; empty where it can be used."""
+def _unlearnable(
+    index: ShardIndex, files: dict[str, TarMember], picture: str, filters: Sequence[FilterRule]
+) -> str:
+    """The counter of what is wrong with a pair, or of the first rule that removes it; empty where it can be
+    used."""
     caption, facts = files[caption_place(index.caption)[0]], files.get("json")
     if min(files[picture].size, caption.size) < 0:
         return "link in the place of a file"
