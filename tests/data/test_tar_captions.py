@@ -132,6 +132,20 @@ def test_names_that_are_not_utf8_and_links_are_read_or_counted(tmp_path):
     assert source.counts == {"samples": 2, "link in the place of a file": 1} and source[0].key == "caf\\xe90"
 
 
+@pytest.mark.parametrize(
+    "headers", [{"GNU.sparse.map": "a,b"}, {"size": "-1024"}, {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}]
+)
+def test_extended_headers_with_numbers_that_are_none_are_damage_or_a_counted_sample(tmp_path, headers):
+    with tarfile.open(tmp_path / "0.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        for name, content in pairs(3):
+            (tmp_path / "file").write_bytes(content)
+            info = tar.gettarinfo(tmp_path / "file", name)
+            info.pax_headers = headers if name == "1.png" else {}
+            tar.addfile(info, (tmp_path / "file").open("rb"))
+    index = opened_index(str(tmp_path / "0.tar"))
+    assert len(index) < 3 and (index.message or index.bad_samples), index.row()
+
+
 def test_files_that_nothing_reads_are_told(tmp_path, caplog):
     raw_tar(tmp_path / "0.tar", sorted([*pairs(3), *((f"{i}.npy", b"x") for i in range(3))]))
     source = open_shards(source_config(tmp_path))
