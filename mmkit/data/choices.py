@@ -1,9 +1,11 @@
-"""Multiple choice as the benchmarks ship it, to a question with lettered options and the letter of the right one.
+"""Multiple choice as the benchmarks ship it, to a question with lettered options and the letter of the
+right one.
 
-Forms: ``choices`` with a number as ``answer`` and a ``hint`` (ScienceQA), ``options`` with "2" (AI2D, counted from 0), ``options``
-as a Python list in text with "B" (MMMU), columns ``A`` to ``D`` with a ``hint`` (MMBench) or ``choice_a`` to ``choice_d``
-(SEED-Bench), ``correct_choice_idx`` (A-OKVQA), ``choices`` as {text, label} with ``answerKey`` (ARC). The strings are those with
-which Cambrian-1 asks them (its eval/eval/*/*_eval.py), so a model is trained on the prompts it is scored with.
+Forms: ``choices`` with a number as ``answer`` and a ``hint`` (ScienceQA), ``options`` with "2" (AI2D,
+counted from 0), ``options`` as a Python list in text with "B" (MMMU), columns ``A`` to ``D`` with a
+``hint`` (MMBench) or ``choice_a`` to ``choice_d`` (SEED-Bench), ``correct_choice_idx`` (A-OKVQA),
+``choices`` as {text, label} with ``answerKey`` (ARC). The strings are those with which Cambrian-1 asks them
+(its eval/eval/*/*_eval.py), so a model is trained on the prompts it is scored with.
 """
 
 from __future__ import annotations
@@ -21,10 +23,14 @@ LETTER_ONLY = "Please answer directly with only the letter of the correct option
 LETTER_IN_CHINESE = "请直接回答选项字母。"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 OPTIONS = ("choices", "options", "candidates", "answer_choices")
-WRONG_ONES = ("multiple_choices", "distractors", "incorrect_answers")  # without the right one and its place among them
+WRONG_ONES = (
+    "multiple_choices",
+    "distractors",
+    "incorrect_answers",
+)  # without the right one and its place among them
 RIGHT = (
-    "answer", "correct_choice_idx", "answer_idx", "answer_index", "answer_label", "Answer_label", "answerKey", "answer_key",
-    "correct_answer", "correct_option", "gt_answer", "cop", "Answer",
+    "answer", "correct_choice_idx", "answer_idx", "answer_index", "answer_label", "Answer_label",
+    "answerKey", "answer_key", "correct_answer", "correct_option", "gt_answer", "cop", "Answer",
 )  # fmt: skip
 _COLUMN = re.compile(r"(?:(option|choice|op)[ _-]?)?([A-Z]|\d)", re.IGNORECASE)
 _LETTERED = re.compile(r"\(?([A-Za-z])[).:]\s*(.*)", re.DOTALL)
@@ -32,19 +38,26 @@ _REASON = "choices"
 
 
 def choice_question(record: Record, question: str) -> tuple[str, str] | None:
-    """(the question with its lettered options, the right one's letter); None where the record has no options.
+    """(the question with its lettered options, the right one's letter); None where the record has no
+    options.
 
-    BadRecord where it has some that cannot be read, or an answer that names none of them, or two different ones.
+    BadRecord where it has some that cannot be read, or an answer that names none of them, or two different
+    ones.
     """
     fields = record.fields
     if left := next((name for name in WRONG_ONES if not holds_nothing(fields.get(name))), None):
-        raise record.bad(f"has {left} that are not read: the right one has no place among them; give choices and answer", _REASON)
+        raise record.bad(
+            f"has {left} that are not read: the right one has no place among them; give choices and answer",
+            _REASON,
+        )
     name = next((name for name in OPTIONS if not holds_nothing(fields.get(name))), "")
     columns = {} if name else _columns(fields)
     if not name and not columns:
         return None
     record.read.update(columns.values())
-    in_columns = {title: None if holds_nothing(fields[column]) else fields[column] for title, column in columns.items()}
+    in_columns = {
+        title: None if holds_nothing(fields[column]) else fields[column] for title, column in columns.items()
+    }
     written = record.take(name) if name else in_columns
     in_text = isinstance(written, str)
     written = parsed(written) if in_text else written
@@ -56,10 +69,16 @@ def choice_question(record: Record, question: str) -> tuple[str, str] | None:
         if not holds_nothing(fields.get(key)):
             right.add(_place(record, record.take(key), options, names, are_numbers))
     if len(right) != 1:
-        told = "no answer" if not right else f"answers that name different ones, {', '.join(LETTERS[k] for k in sorted(right))}"
+        told = (
+            "no answer"
+            if not right
+            else f"answers that name different ones, {', '.join(LETTERS[k] for k in sorted(right))}"
+        )
         raise record.bad(f"has {len(options)} choices, but {told}", _REASON)
     hint, science = record.take("hint"), name == "choices" and "hint" in fields
-    asked = question if hint is None else f"{record.text(hint, 'hint')}{' ' if science else chr(10)}{question}"
+    asked = (
+        question if hint is None else f"{record.text(hint, 'hint')}{' ' if science else chr(10)}{question}"
+    )
     asked += " Options:" if columns or (in_text and name == "options") else ""
     chinese = bool(columns) and any("\u4e00" <= letter <= "\u9fff" for letter in question)
     suffix = LETTER_IN_CHINESE if chinese else LETTER_ONLY if science else LETTER
@@ -80,7 +99,9 @@ def _columns(fields: Mapping[str, Any]) -> dict[str, str]:
         titles = sorted(columns)
         if len(titles) < 2 or "".join(titles) != row[: len(titles)] or first > "1" and numbered:
             continue
-        while titles and holds_nothing(fields[columns[titles[-1]]]):  # MMBench has two or three options in some rows
+        while titles and holds_nothing(
+            fields[columns[titles[-1]]]
+        ):  # MMBench has two or three options in some rows
             titles.pop()
         if titles:
             return {title: columns[title] for title in titles}
@@ -88,7 +109,9 @@ def _columns(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _options(record: Record, written: Any, name: str) -> tuple[list[str], list[str], bool]:
-    """(texts, names of their own, whether they are numbers) of the options; no names where they are called by letters."""
+    """(texts, names of their own, whether they are numbers) of the options; no names where they are called
+    by letters.
+    """
     titles: Any = ()
     if isinstance(written, Mapping) and set(written) >= {"text", "label"}:  # ARC, CommonsenseQA
         written, titles = written["text"], written["label"]
@@ -97,7 +120,10 @@ def _options(record: Record, written: Any, name: str) -> tuple[list[str], list[s
     if isinstance(written, np.ndarray):
         written = written.tolist()
     if not isinstance(written, list | tuple) or not 2 <= len(written) <= len(LETTERS):
-        raise record.bad(f"has {name} that are not read: {shown(written)}; give a list of 2 to {len(LETTERS)} texts", _REASON)
+        raise record.bad(
+            f"has {name} that are not read: {shown(written)}; give a list of 2 to {len(LETTERS)} texts",
+            _REASON,
+        )
     if any(option is None or (isinstance(option, str) and not option.strip()) for option in written):
         raise record.bad(f"has {name} that are not read: {shown(written)} has an empty one", _REASON)
     texts = [record.text(option, f"choice {number}") for number, option in enumerate(written, 1)]
@@ -106,11 +132,19 @@ def _options(record: Record, written: Any, name: str) -> tuple[list[str], list[s
         texts = [match[2] for match in lettered if match]
     titles = [str(title).strip() for title in titles] if isinstance(titles, list | tuple) else []
     by_letters = titles == list(LETTERS[: len(texts)])
-    return texts, [] if by_letters or len(titles) != len(texts) else titles, not any(isinstance(one, str) for one in written)
+    return (
+        texts,
+        [] if by_letters or len(titles) != len(texts) else titles,
+        not any(isinstance(one, str) for one in written),
+    )
 
 
-def _place(record: Record, answer: Any, options: Sequence[str], names: Sequence[str], are_numbers: bool) -> int:
-    """Which option an answer means: by its name or letter, its number from 0, or its words. BadRecord for none or several."""
+def _place(
+    record: Record, answer: Any, options: Sequence[str], names: Sequence[str], are_numbers: bool
+) -> int:
+    """Which option an answer means: by its name or letter, its number from 0, or its words. BadRecord for
+    none or several.
+    """
     if isinstance(answer, list | tuple | np.ndarray) and len(answer) == 1:
         answer = answer[0]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | np.number):
@@ -121,7 +155,9 @@ def _place(record: Record, answer: Any, options: Sequence[str], names: Sequence[
     words = {k for k, option in enumerate(options) if _same(text, option)}
     named: set[int] = set()
     if names:  # a record's own names stand in place of letters and numbers
-        named = {k for k, name in enumerate(names) if name in (text, letter) or (number and name == number[1])}
+        named = {
+            k for k, name in enumerate(names) if name in (text, letter) or (number and name == number[1])
+        }
     elif number:
         named = {int(number[1])} & set(range(len(options)))
         # "2" may be the third option or the one that reads 2; a number is the text of numbers alone
@@ -132,9 +168,14 @@ def _place(record: Record, answer: Any, options: Sequence[str], names: Sequence[
     if len(named | words) == 1:
         return (named | words).pop()
     if named | words:
-        raise record.bad(f"has an answer, {shown(answer)}, that fits several of its choices; give the letter of the right one", _REASON)
+        raise record.bad(
+            f"has an answer, {shown(answer)}, that fits several of its choices; give the letter",
+            _REASON,
+        )
     counted = f"; numbers count from 0 to {len(options) - 1}" if number else ""
-    raise record.bad(f"has {len(options)} choices, of which its answer {shown(answer)} names none{counted}", _REASON)
+    raise record.bad(
+        f"has {len(options)} choices, of which its answer {shown(answer)} names none{counted}", _REASON
+    )
 
 
 def _same(one: str, other: str) -> bool:

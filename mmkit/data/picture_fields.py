@@ -1,4 +1,6 @@
-"""The pictures of a record: paths, URLs, base64, encoded bytes, and the forms in which tools write them into fields, parts and texts."""
+"""The pictures of a record: paths, URLs, base64, encoded bytes, and the forms in which tools write them
+into fields, parts and texts.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,18 @@ from mmkit.data.example import ImageRef
 from mmkit.data.record import Record, holds_nothing, shown
 
 IMAGE_FIELDS = (
-    "image", "images", "image_path", "filepath", "file_name", "path", "img", "img_path", "image_file", "image_name", "imgname",
-    "Figure_path", "image_base64_str", "image_url",
+    "image", "images", "image_path", "filepath", "file_name", "path", "img", "img_path", "image_file",
+    "image_name", "imgname", "Figure_path", "image_base64_str", "image_url",
 )  # fmt: skip
-NUMBERED_FIELDS = tuple(f"image_{number}" for number in range(1, 10))  # MMMU has image_1 to image_7, filled from the front
+NUMBERED_FIELDS = tuple(
+    f"image_{number}" for number in range(1, 10)
+)  # MMMU has image_1 to image_7, filled from the front
 # The beginnings of JPEG, PNG, GIF, WebP, BMP and TIFF files in base64; the first looks like an absolute path
 _BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR", "Qk0", "Qk1", "SUkq", "TU0A")
 _BASE64, _SHORTEST, _LONGEST_PATH = re.compile(r"[A-Za-z0-9+/]+={0,2}"), 40, 1024
-Shown = list[ImageRef | int | None]  # of each image marker of a text, in order: its own picture, a number of the record's, the next one
+Shown = list[
+    ImageRef | int | None
+]  # of each image marker of a text, in order: its own picture, a number of the record's, the next one
 
 
 def images_of(record: Record) -> list[ImageRef]:
@@ -36,12 +42,16 @@ def images_of(record: Record) -> list[ImageRef]:
     if value is None:
         numbered = [record.take(name) for name in NUMBERED_FIELDS]
         return [image_of(record, one) for one in numbered if one is not None]
-    listed = isinstance(value, list | tuple | np.ndarray) and not (isinstance(value, np.ndarray) and value.dtype.kind in "buif")
+    listed = isinstance(value, list | tuple | np.ndarray) and not (
+        isinstance(value, np.ndarray) and value.dtype.kind in "buif"
+    )
     return [image_of(record, one) for one in (value if listed else [value]) if not _absent(one)]
 
 
 def in_order(record: Record, listed: Sequence[ImageRef], shown_ones: Shown) -> tuple[ImageRef, ...]:
-    """The pictures in the order of their markers, then those that have none, which `example.checked` counts and refuses."""
+    """The pictures in the order of their markers, then those that have none, which `example.checked` counts
+    and refuses.
+    """
     rest, used, found = iter(range(len(listed))), set(), []
     for one in shown_ones:
         if isinstance(one, ImageRef):
@@ -58,10 +68,17 @@ def in_order(record: Record, listed: Sequence[ImageRef], shown_ones: Shown) -> t
 
 
 def image_of(record: Record, value: Any) -> ImageRef:
-    """One picture: a path, a URL, base64, encoded bytes, pixels, or an object that holds one of them; BadRecord for all else."""
+    """One picture: a path, a URL, base64, encoded bytes, pixels, or an object that holds one of them;
+    BadRecord for all else.
+    """
     data = value
-    if isinstance(value, Mapping):  # Hugging Face {bytes, path}, OpenAI {url, detail}, Anthropic {type, media_type, data}
-        data = next((value[name] for name in ("bytes", "path", "url", "data") if not holds_nothing(value.get(name))), None)
+    if isinstance(
+        value, Mapping
+    ):  # Hugging Face {bytes, path}, OpenAI {url, detail}, Anthropic {type, media_type, data}
+        data = next(
+            (value[name] for name in ("bytes", "path", "url", "data") if not holds_nothing(value.get(name))),
+            None,
+        )
         record.note_unread(value, ("bytes", "path", "url", "data", "detail", "media_type"), "image.")
     if isinstance(data, str) and data:
         content = _decoded(record, data)
@@ -83,25 +100,34 @@ def joined(folder: str | None, path: str) -> str:
 
 
 def _decoded(record: Record, text: str) -> bytes | None:
-    """The bytes of a ``data:`` URL or of base64; None for a path or another URL. BadRecord for what is neither whole base64 nor a path."""
+    """The bytes of a ``data:`` URL or of base64; None for a path or another URL. BadRecord for what is
+    neither whole base64 nor a path.
+    """
     is_url, payload = text.startswith("data:"), text
     if is_url:
         header, _, payload = text.partition(",")
         if not header.endswith(";base64"):
-            raise record.bad(f"its image is a data URL without base64, {text[:40]!r}; give a path or base64", "image")
+            raise record.bad(
+                f"its image is a data URL without base64, {text[:40]!r}; give a path or base64", "image"
+            )
     payload = "".join(payload.split()).translate(str.maketrans("-_", "+/"))
     alphabet = len(payload) >= _SHORTEST and bool(_BASE64.fullmatch(payload))
     if not is_url and not (alphabet and (payload.startswith(_BASE64_STARTS) or len(payload) > _LONGEST_PATH)):
         if len(text) > 4 * _LONGEST_PATH:  # more than a path can have
-            raise record.bad(f"its image is a text of {len(text):,} characters, no path and no base64: {text[:40]!r}", "image")
+            raise record.bad(
+                f"its image is a text of {len(text):,} characters, no path and no base64: {text[:40]!r}",
+                "image",
+            )
         return None
     try:
         content = base64.b64decode(payload + "=" * (-len(payload) % 4), validate=True)
-        with contextlib.suppress(OSError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning):
+        with contextlib.suppress(
+            OSError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning
+        ):
             Image.open(io.BytesIO(content))
             return content
         why = "it holds no picture of a known format"
     except (binascii.Error, ValueError) as error:
         why = str(error)
-    message = f"its image is {len(text):,} characters of base64 that cannot be used ({why}): {text[:40]!r}; encode the file anew"
-    raise record.bad(message, "image")
+    message = f"its image is {len(text):,} characters of base64 that cannot be used ({why}): {text[:40]!r}"
+    raise record.bad(f"{message}; encode the file anew", "image")

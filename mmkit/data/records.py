@@ -1,8 +1,10 @@
-"""Records of files (dictionaries) to examples, by what the record holds: one reader of all forms, whichever file they stand in.
+"""Records of files (dictionaries) to examples, by what the record holds: one reader of all forms, whichever
+file they stand in.
 
-Forms, each with an example in docs/data-formats.md: LLaVA, ShareGPT and OpenAI messages, Qwen-VL, ms-swift, LLaMA-Factory,
-instruction triples, question and answer, multiple choice, captions, GRIT. Every key of a record is read, known to be metadata
-(`record.METADATA`), or noted in `Example.notes`; what a record holds that no model here reads is a BadRecord.
+Forms, each with an example in docs/data-formats.md: LLaVA, ShareGPT and OpenAI messages, Qwen-VL, ms-swift,
+LLaMA-Factory, instruction triples, question and answer, multiple choice, captions, GRIT. Every key of a
+record is read, known to be metadata (`record.METADATA`), or noted in `Example.notes`; what a record holds
+that no model here reads is a BadRecord.
 """
 
 from __future__ import annotations
@@ -24,12 +26,19 @@ from mmkit.data.templates import image_first
 
 # OpenAI's developer is what system was before; model is Gemma's assistant
 ROLES: dict[str, Role] = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "bot": "assistant", "model": "assistant",
-    "system": "system", "developer": "system",
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "bot": "assistant",
+    "model": "assistant",    "system": "system", "developer": "system",
 }  # fmt: skip
 MESSAGES = ("conversations", "messages", "conversation", "texts")
-ASKED, ANSWERED = ("question", "query", "prompt", "instruction"), ("answer", "response", "output", "outputs", "completion")
-SEVERAL_ANSWERS = ("answers", "direct_answers", "label")  # VQAv2 and TextVQA, A-OKVQA, ChartQA (label beside query)
+ASKED, ANSWERED = (
+    ("question", "query", "prompt", "instruction"),
+    ("answer", "response", "output", "outputs", "completion"),
+)
+SEVERAL_ANSWERS = (
+    "answers",
+    "direct_answers",
+    "label",
+)  # VQAv2 and TextVQA, A-OKVQA, ChartQA (label beside query)
 MOST_FREQUENT = "multiple_choice_answer"  # VQAv2's name of the answer that most people gave
 CAPTION_FIELDS = ("caption", "text", "title", "txt", "captions")
 UNREADABLE = {
@@ -37,30 +46,47 @@ UNREADABLE = {
     "audio": ("audio", "audios", "audio_path", "speech", "sound"),
     "tools": ("tools", "functions", "tool_calls", "function_call"),
 }
-# Placeholders that no reader has replaced: the model would learn their letters. A tag with its closing tag is a text about tags.
+# Placeholders that no reader has replaced: the model would learn their letters. A tag with its closing tag is
+# a text about tags.
 _PLACEHOLDER = re.compile(
-    r"<(video|audio|speech|img|bbox|bbox_location\d+|ref-object|quad|ImageHere|image_placeholder|IMG_CONTEXT|loc_?\d+|image[ _]?\d+)>"
-    r"|<\|(?:image|video|audio|image_pad|video_pad|vision_start|vision_end|image_\d+|box_start|box_end|object_ref_start)\|>|\[IMG\]"
+    r"<(video|audio|speech|img|bbox|bbox_location\d+|ref-object|quad|loc_?\d+|image[ _]?\d+|image_placeholder"
+    r"|ImageHere|IMG_CONTEXT)>|\[IMG\]|<\|(?:image|video|audio|image_pad|video_pad|vision_start|vision_end"
+    r"|image_\d+|box_start|box_end|object_ref_start)\|>"
 )
 _TAGS = ("video", "audio", "img")  # of HTML, which answers may write
 _PICTURE_IN_TEXT = re.compile(r"<img>([^<>\n]+)</img>|<image[ _]?(\d{1,2})>|<\|image_(\d{1,2})\|>|<image>")
 _FLAGS = ("loss", "weight", "train")  # of a message: ms-swift, OpenAI, axolotl
 
 
-def example_of(fields: Mapping[str, Any], key: str, source: str, folder: str | None, rng: np.random.Generator | None = None) -> Example:
-    """The example of a record; BadRecord where it has no text, or holds what cannot be read. With ``rng`` a user's boxes of GRIT are
-    shown as points in half of the messages, as in training."""
+def example_of(
+    fields: Mapping[str, Any],
+    key: str,
+    source: str,
+    folder: str | None,
+    rng: np.random.Generator | None = None,
+) -> Example:
+    """The example of a record; BadRecord where it has no text, or holds what cannot be read. With ``rng`` a
+    user's boxes of GRIT are shown as points in half of the messages, as in training.
+    """
     record = Record(fields, key, source, folder)
     for what, names in UNREADABLE.items():
         if (name := next((name for name in names if not holds_nothing(fields.get(name))), None)) is not None:
             raise record.bad(f"has {name}, which no model here reads", what)
     pictures: Shown = []
     system, history = record.take("system", "system_prompt"), record.take("history")
-    turns = [] if system is None else [Turn("system", _marked(record, record.text(system, "system text"), pictures))]
+    turns = (
+        []
+        if system is None
+        else [Turn("system", _marked(record, record.text(system, "system text"), pictures))]
+    )
     turns += _history(record, history, pictures)
     first = len(turns)
     messages = _messages(record)
-    turns += _question(record, pictures) if messages is None else [turn for one in messages for turn in _turns(record, one, pictures)]
+    turns += (
+        _question(record, pictures)
+        if messages is None
+        else [turn for one in messages for turn in _turns(record, one, pictures)]
+    )
     if system is not None and (other := [turn.text for turn in turns[1:] if turn.role == "system"]):
         if other != [turns[0].text]:
             raise record.bad("has a system text of its own and another among its messages; keep one", "turns")
@@ -73,27 +99,42 @@ def example_of(fields: Mapping[str, Any], key: str, source: str, folder: str | N
         turns[asked] = replace(turns[asked], text=f"{IMAGE * len(images)}\n{turns[asked].text}".strip())
     elif len(images) == 1 and len(pictures) == 1:
         alone = [re.sub(rf"Picture 1: ?(?={IMAGE})", "", turn.text) for turn in turns]  # Qwen-VL's label
-        turns = [replace(turn, text=image_first(text) if turn.role == "user" else text) for turn, text in zip(turns, alone, strict=True)]
+        turns = [
+            replace(turn, text=image_first(text) if turn.role == "user" else text)
+            for turn, text in zip(turns, alone, strict=True)
+        ]
     turns, regions = with_regions(record, turns, images, first, rng)
     for turn in turns:
         for left in _PLACEHOLDER.finditer(turn.text) if "<" in turn.text or "[" in turn.text else ():
             about_tags = f"</{left[1]}>" in turn.text or (turn.role == "assistant" and left[1] in _TAGS)
             if not about_tags:
-                raise record.bad(f"has the placeholder {left[0]} of another tool in its text, and nothing that it stands for", "placeholder")
+                raise record.bad(
+                    f"has the placeholder {left[0]} of another tool in its text and nothing it stands for",
+                    "placeholder",
+                )
     record.note_unread(fields, record.read)
-    meta = {name: value for name, value in fields.items() if name not in record.read and isinstance(value, str | int | float | bool)}
+    meta = {
+        name: value
+        for name, value in fields.items()
+        if name not in record.read and isinstance(value, str | int | float | bool)
+    }
     return Example(key, images, tuple(turns), tuple(regions), source, meta, tuple(record.notes))
 
 
 def key_of(fields: Mapping[str, Any], number: int) -> str:
     """The record's id, or its place in the file counted from 1."""
-    name = next((fields[field] for field in ("id", "question_id", "key") if fields.get(field) not in (None, "")), None)
+    name = next(
+        (fields[field] for field in ("id", "question_id", "key") if fields.get(field) not in (None, "")), None
+    )
     return f"record {number + 1}" if name is None else str(name)
 
 
 def is_record(fields: Mapping[str, Any]) -> bool:
     """Whether it has a text in one of the forms above."""
-    return any(not holds_nothing(fields.get(name)) for name in (*MESSAGES, *ASKED, *ANSWERED, *SEVERAL_ANSWERS, *CAPTION_FIELDS))
+    return any(
+        not holds_nothing(fields.get(name))
+        for name in (*MESSAGES, *ASKED, *ANSWERED, *SEVERAL_ANSWERS, *CAPTION_FIELDS)
+    )
 
 
 # ---------------------------------------------------------------- conversations
@@ -104,7 +145,9 @@ def _messages(record: Record) -> list[Any] | None:
     there = [name for name in MESSAGES if record.fields.get(name) is not None]
     if not there:
         asked, answered = (record.fields.get(name) for name in ("prompt", "completion"))
-        if not all(isinstance(one, list) and one and isinstance(one[0], Mapping) for one in (asked, answered)):
+        if not all(
+            isinstance(one, list) and one and isinstance(one[0], Mapping) for one in (asked, answered)
+        ):
             return None
         record.read |= {"prompt", "completion"}  # TRL's conversational form
         return [*asked, *answered]
@@ -118,11 +161,17 @@ def _messages(record: Record) -> list[Any] | None:
 
 
 def _turns(record: Record, message: Any, pictures: Shown) -> list[Turn]:
-    """The turn of a message, or the two of an object that holds question and answer (ms-swift, The Cauldron)."""
+    """The turn of a message, or the two of an object that holds question and answer (ms-swift, The
+    Cauldron).
+    """
     message = parsed(message) if isinstance(message, str) else message
     if not isinstance(message, Mapping):
         raise record.bad(f"a message is {shown(message)}, not an object with from and value", "turns")
-    pair = {ROLES[name]: name for name in message if name in ROLES} if "from" not in message and "role" not in message else {}
+    pair = (
+        {ROLES[name]: name for name in message if name in ROLES}
+        if "from" not in message and "role" not in message
+        else {}
+    )
     if {"user", "assistant"} <= pair.keys():
         record.note_unread(message, pair.values(), "conversations[].")
         texts = {role: record.text(message[pair[role]], "message") for role in ("user", "assistant")}
@@ -140,15 +189,22 @@ def _turns(record: Record, message: Any, pictures: Shown) -> list[Turn]:
     for name in _FLAGS:
         flag = message.get(name)
         if flag is not None and (not isinstance(flag, bool | int | float) or flag not in (0, 1)):
-            raise record.bad(f"a message has {name} {shown(flag)}; it is true or 1 for a message that is learned, else false or 0", "turns")
+            raise record.bad(
+                f"a message has {name} {shown(flag)}; it is true or 1 where it is learned, else false or 0",
+                "turns",
+            )
         trained = trained and flag in (None, True, 1)
     if role == "user" and any(message.get(name) for name in _FLAGS):
         record.note("records have a user's message that is marked to be learned, which only answers are")
     record.note_unread(message, (role_key, content_key, *_FLAGS), "conversations[].")
     if content is None:
-        found = ", ".join(f"{str(name)[:40]}{' (null)' if value is None else ''}" for name, value in message.items())
+        found = ", ".join(
+            f"{str(name)[:40]}{' (null)' if value is None else ''}" for name, value in message.items()
+        )
         what, reason = ("answer", "empty answer") if role == "assistant" else ("message", "turns")
-        raise record.bad(f"has an empty {what}: the message has {found[:200]}; its text stands in value or content", reason)
+        raise record.bad(
+            f"has an empty {what}: the message has {found[:200]}; its text stands in value or content", reason
+        )
     if isinstance(content, list):
         text = "".join(_part(record, part, pictures) for part in content)
     else:
@@ -159,17 +215,23 @@ def _turns(record: Record, message: Any, pictures: Shown) -> list[Turn]:
 
 
 def _part(record: Record, part: Any, pictures: Shown) -> str:
-    """The text of a typed part of a message, a marker for a picture: OpenAI's parts, Anthropic's, Qwen's and Hugging Face's."""
+    """The text of a typed part of a message, a marker for a picture: OpenAI's parts, Anthropic's, Qwen's
+    and Hugging Face's.
+    """
     if not isinstance(part, Mapping):
         raise record.bad(f"a part of a message is {shown(part)}, not an object with type and text", "turns")
-    kind = part.get("type") or next((name for name in ("text", "image", "image_url") if not holds_nothing(part.get(name))), None)
+    kind = part.get("type") or next(
+        (name for name in ("text", "image", "image_url") if not holds_nothing(part.get(name))), None
+    )
     if kind in ("text", "input_text", "output_text"):
         record.note_unread(part, ("type", "text", "index", "annotations", "cache_control"), "parts[].")
         return _marked(record, record.text(part.get("text"), "message part"), pictures)
     if kind in ("image", "image_url", "input_image"):
         places = ("image_url", "image", "url", "path", "source", "base64")
         place = next((name for name in places if not holds_nothing(part.get(name))), None)
-        record.note_unread(part, ("type", place, "index", "detail", "cache_control", "min_pixels", "max_pixels"), "parts[].")
+        record.note_unread(
+            part, ("type", place, "index", "detail", "cache_control", "min_pixels", "max_pixels"), "parts[]."
+        )
         number = part.get("index")
         bare = number if isinstance(number, int) and not isinstance(number, bool) else None
         pictures.append(bare if place is None else image_of(record, part[place]))
@@ -178,26 +240,33 @@ def _part(record: Record, part: Any, pictures: Shown) -> str:
 
 
 def _marked(record: Record, text: str, pictures: Shown) -> str:
-    """A text with ``<image>`` for each picture it shows by path (Qwen-VL's ``<img>``) or number (MMMU's ``<image 1>``); ``pictures``
-    takes them in."""
+    """A text with ``<image>`` for each picture it shows by path (Qwen-VL's ``<img>``) or number (MMMU's
+    ``<image 1>``); ``pictures`` takes them in.
+    """
     has_numbers = any(not holds_nothing(record.fields.get(name)) for name in ("image", "images", "image_1"))
 
     def put(match: re.Match) -> str:
         number = match[2] or match[3]
         if number and not has_numbers:
             return match[0]
-        pictures.append(image_of(record, match[1].strip()) if match[1] else int(number) - 1 if number else None)
+        pictures.append(
+            image_of(record, match[1].strip()) if match[1] else int(number) - 1 if number else None
+        )
         return IMAGE
 
     return _PICTURE_IN_TEXT.sub(put, text)
 
 
 def _history(record: Record, history: Any, pictures: Shown) -> list[Turn]:
-    """Earlier rounds, as LLaMA-Factory and ms-swift write them: [question, answer] each; the answers are learned too."""
+    """Earlier rounds, as LLaMA-Factory and ms-swift write them: [question, answer] each; the answers are
+    learned too.
+    """
     if history is None:
         return []
     rounds = parsed(history) if isinstance(history, str) else history
-    if not isinstance(rounds, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 2 for one in rounds):
+    if not isinstance(rounds, list | tuple) or not all(
+        isinstance(one, list | tuple) and len(one) == 2 for one in rounds
+    ):
         raise record.bad(f"its history is {shown(history)}, not a list of [question, answer]", "turns")
     turns = []
     for asked, answer in rounds:
@@ -216,10 +285,16 @@ def _not_empty(record: Record, text: str) -> None:
 
 
 def _question(record: Record, pictures: Shown) -> list[Turn]:
-    """The two turns of a question (with options, or as instruction and input) and its answer, or of a caption without a question."""
+    """The two turns of a question (with options, or as instruction and input) and its answer, or of a
+    caption without a question.
+    """
     fields, read_before = record.fields, set(record.read)
     asked = next((name for name in ASKED if fields.get(name) is not None), None)
-    answered = [name for name in (*ANSWERED, *SEVERAL_ANSWERS, MOST_FREQUENT) if name in fields and (name != "label" or asked == "query")]
+    answered = [
+        name
+        for name in (*ANSWERED, *SEVERAL_ANSWERS, MOST_FREQUENT)
+        if name in fields and (name != "label" or asked == "query")
+    ]
     question = "" if asked is None else record.text(fields[asked], asked)
     if asked == "instruction" and (more := record.take("input", "inputs", "context")) is not None:
         question = f"{question}\n{record.text(more, 'input')}"  # as LLaMA-Factory and ms-swift join them
@@ -227,17 +302,25 @@ def _question(record: Record, pictures: Shown) -> list[Turn]:
         record.read.add(asked)
         return [Turn("user", _marked(record, chosen[0], pictures)), Turn("assistant", chosen[1])]
     if answered and (asked or any(fields[name] is not None for name in answered)):
-        if asked is None and (empty := next((name for name in ASKED if name in fields), "" if "answer" in answered else "question")):
+        if asked is None and (
+            empty := next(
+                (name for name in ASKED if name in fields), "" if "answer" in answered else "question"
+            )
+        ):
             raise record.bad(f"its {empty} is null, not text: it has {record.field_names()}", "no text")
         record.read |= {asked} if asked else set()
         if (hint := record.take("hint")) is not None:
             question = f"{record.text(hint, 'hint')}\n{question}"
         answer = _answer(record, next((name for name in answered if fields[name] is not None), answered[0]))
-        return [Turn("user", _marked(record, question, pictures)), Turn("assistant", _marked(record, answer, pictures))]
+        return [
+            Turn("user", _marked(record, question, pictures)),
+            Turn("assistant", _marked(record, answer, pictures)),
+        ]
     record.read = read_before  # nothing of a question without an answer is used
     caption = next((name for name in CAPTION_FIELDS if fields.get(name) is not None), None)
     if caption is None:
-        wanted = f"conversations, messages, question + answer, instruction + output, or one of {', '.join(CAPTION_FIELDS)}"
+        wanted = "conversations, messages, question + answer, instruction + output, or one of "
+        wanted += ", ".join(CAPTION_FIELDS)
         raise record.bad(f"has no text: it has {record.field_names()}; it needs {wanted}", "no text")
     record.read.add(caption)
     value = fields[caption]
@@ -252,14 +335,18 @@ def _question(record: Record, pictures: Shown) -> list[Turn]:
 
 
 def _answer(record: Record, name: str) -> str:
-    """The text of field ``name``. Of several accepted answers the most frequent, the first of those that are equally frequent, and
-    where VQAv2 says which that is, as it says."""
+    """The text of field ``name``. Of several accepted answers the most frequent, the first of those that
+    are equally frequent, and where VQAv2 says which that is, as it says.
+    """
     record.read.add(name)
     value = record.fields[name]
     if isinstance(value, str) and name in SEVERAL_ANSWERS and value.lstrip().startswith("["):
         value = parsed(value)
     if isinstance(value, list | tuple | np.ndarray) and len(value):
-        texts = [record.text(one["answer"] if isinstance(one, Mapping) and "answer" in one else one, "answer") for one in value]
+        texts = [
+            record.text(one["answer"] if isinstance(one, Mapping) and "answer" in one else one, "answer")
+            for one in value
+        ]
         if len(counts := Counter(texts)) > 1:
             record.note("records have several accepted answers, of which the most frequent is learned")
         value = counts.most_common(1)[0][0]

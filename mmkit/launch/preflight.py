@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mmkit.launch.requirements import Requirement
 
 TRAINING, VALIDATION = "training", "validation"
-NOTED = 20_000  # records whose keys are looked at before training, over all sources: 1 to 2 s
+LOOKED_AT = 20_000  # records whose keys are looked at before training, over all sources: 1 to 2 s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +241,7 @@ def data_notes(run: RunConfig) -> tuple[str, ...]:
     for config, use in sources:
         with contextlib.suppress(ValueError, OSError):
             source = open_source(config, data_for(run, use))
-            notes += record_notes(source, max(NOTED // len(sources), 100))
+            notes += record_notes(source, max(LOOKED_AT // len(sources), 100))
     return tuple(notes)
 
 

@@ -28,10 +28,19 @@ LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=8), st.just([]), st.just({}), st.just([[]]),
     st.sampled_from(["<image>", "<bbox>", "<region>", "<bbox_location7>", "<img></img>", "[1,", "nan", "\ud800", "{'a': 1}", "A", "-1", "9" * 40]),
 )  # fmt: skip
-VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=6)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
 NAMES = st.one_of(
     st.text(max_size=6),
-    st.sampled_from(sorted({name for form in FORMS for name in form} | {"from", "value", "role", "content", "video", "loss", "type", "text", "A", "B"})),
+    st.sampled_from(
+        sorted(
+            {name for form in FORMS for name in form}
+            | {"from", "value", "role", "content", "video", "loss", "type", "text", "A", "B"}
+        )
+    ),
 )
 
 
@@ -58,7 +67,9 @@ def mutated(draw):
         if how == "value":
             holder[last] = copy.deepcopy(draw(VALUES))
         elif how == "type":
-            holder[last] = draw(st.sampled_from([str(value), json.dumps(value), [value], {"text": value}, len(str(value))]))
+            holder[last] = draw(
+                st.sampled_from([str(value), json.dumps(value), [value], {"text": value}, len(str(value))])
+            )
         elif how == "nest":
             holder[last] = [value, copy.deepcopy(value)]
         elif how == "take":
@@ -137,8 +148,16 @@ def test_no_word_of_a_record_is_lost_without_a_note(folder, record):
     for path, value in places(record):
         lost = isinstance(value, str) and [word for word in MARKED.findall(value) if word not in kept]
         names = [str(name) for name in path]
-        filed = [name for name in names if name.lower().replace("-", "_") in METADATA or name.lower().endswith("id")]
-        told = [name for name in names if repr(name)[1:-1] in noted] or "accepted answers" in noted or "begin with an answer" in noted
+        filed = [
+            name
+            for name in names
+            if name.lower().replace("-", "_") in METADATA or name.lower().endswith("id")
+        ]
+        told = (
+            [name for name in names if repr(name)[1:-1] in noted]
+            or "accepted answers" in noted
+            or "begin with an answer" in noted
+        )
         assert not lost or filed or told, (lost, path, example)
 
 
@@ -146,7 +165,12 @@ NUMBER = st.one_of(st.integers(-2000, 2000), st.floats(-2000, 2000, width=32), s
 
 
 @FUZZ
-@given(corners=st.lists(NUMBER, min_size=4, max_size=4), width=st.integers(1, 500), height=st.integers(1, 500), share=st.booleans())
+@given(
+    corners=st.lists(NUMBER, min_size=4, max_size=4),
+    width=st.integers(1, 500),
+    height=st.integers(1, 500),
+    share=st.booleans(),
+)
 def test_a_box_has_a_fault_or_pixels_of_its_picture(corners, width, height, share):
     if not np.isfinite(corners).all():
         return
@@ -160,12 +184,21 @@ def test_a_box_has_a_fault_or_pixels_of_its_picture(corners, width, height, shar
 
 
 @FUZZ
-@given(entry=st.one_of(st.lists(NUMBER, max_size=5), VALUES), form=st.sampled_from(["grit", "swift", "written"]))
+@given(
+    entry=st.one_of(st.lists(NUMBER, max_size=5), VALUES), form=st.sampled_from(["grit", "swift", "written"])
+)
 def test_any_entry_in_place_of_a_box_is_a_region_or_a_bad_record(folder, entry, form):
-    record = {"image": "0.jpg", "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "That."}]}
+    record = {
+        "image": "0.jpg",
+        "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "That."}],
+    }
     place = {"grit": "<bbox_location0>", "swift": "<bbox>", "written": f"<box>{entry}</box>"}[form]
     record["conversations"][1]["value"] += place
-    record |= {"grit": {"box_x1y1x2y2": [[], [entry]]}, "swift": {"objects": {"bbox": [entry]}}, "written": {}}[form]
+    record |= {
+        "grit": {"box_x1y1x2y2": [[], [entry]]},
+        "swift": {"objects": {"bbox": [entry]}},
+        "written": {},
+    }[form]
     example = read(record, folder, np.random.default_rng(0))
     if example is not None and form != "written":
         assert len(example.regions) >= 1
