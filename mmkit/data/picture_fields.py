@@ -39,6 +39,8 @@ def images_of(record: Record) -> list[ImageRef]:
     named = [name for name in IMAGE_FIELDS if name in record.fields]
     record.read.update(name for name in named if _absent(record.fields[name]))
     value = record.take(*(name for name in named if name not in record.read))
+    if value is None and "image_1" not in record.fields:
+        return []
     if value is None:
         numbered = [record.take(name) for name in NUMBERED_FIELDS]
         return [image_of(record, one) for one in numbered if one is not None]

@@ -43,24 +43,19 @@ class RecordSource:
     def __getitem__(self, index: int) -> Example:
         return self._made(index, lambda record, key: example_of(record, key, self.name, self.folder))
 
-    def group(self, index: int) -> tuple[str, ...]:
-        """Identities of the example's pictures; none where the record cannot be read."""
+    def described(self, index: int) -> tuple[tuple[str, ...], int]:
+        """(identities of the example's pictures, its words); none and 0 where it cannot be read."""
         try:
-            return tuple(ref.identity for ref in self[index].images)
+            example = self[index]
         except BadRecord:
-            return ()
-
-    def length(self, index: int) -> int:
-        """Words of the example; 0 where it cannot be read."""
-        try:
-            return example_length(self[index])
-        except BadRecord:
-            return 0
+            return (), 0
+        return tuple(ref.identity for ref in example.images), example_length(example)
 
     @functools.cached_property
     def facts(self) -> dict[str, np.ndarray]:
-        """``groups`` (`group` as a number) and ``lengths`` of all examples, (n,) int64 each; read once and kept where reading is slow."""
-        return facts(self.records, lambda index: (self.group(index), self.length(index)), f"{type(self).__name__} {self.folder}")
+        """``groups`` (the number of its pictures) and ``lengths`` (its words) of all examples, (n,) int64 each; read once and
+        kept where reading is slow."""
+        return facts(self.records, self.described, f"{type(self).__name__} {self.folder}")
 
     def _made(self, index: int, make: Callable[[dict[str, Any], str], Any]) -> Any:
         """``make`` of a record and its key. Whatever one record is like, its failure is a BadRecord that names it and ends no run."""

@@ -62,13 +62,15 @@ class Record:
     def note_unread(self, fields: Mapping[str, Any], read: Collection[str], inside: str = "") -> None:
         """Notes every field that holds something, was not ``read`` and is no metadata."""
         for name, value in fields.items():
+            if name in read or holds_nothing(value):
+                continue
             plain = str(name).lower().replace("-", "_").replace(" ", "_")
             filed = (
                 plain in METADATA
                 or plain.endswith(("_id", "_ids", "_url"))
                 or str(name).endswith(("Id", "ID"))
             )
-            if name not in read and not filed and not holds_nothing(value):
+            if not filed:
                 self.note(f"records have key {inside + str(name)[:60]!r} that is not read")
 
     def text(self, value: Any, what: str) -> str:

@@ -251,16 +251,16 @@ def with_regions(
     """(turns with a ``<region>`` for each box, the regions in their order). ``first`` turns stand before
     the record's own messages.
     """
-    if any(
-        re.search(_WRITTEN, turn.text) for turn in turns
-    ):  # <ref> alone may as well be a tag that a text is about
+    # <ref> alone may as well be a tag that a text is about
+    if any("box" in turn.text and re.search(_WRITTEN, turn.text) for turn in turns):
         turns = [replace(turn, text=_REFERENCE.sub("", turn.text)) for turn in turns]
     boxes, out, regions = Boxes(record, images, first), [], []
     for number, turn in enumerate(turns):
         as_point = rng is not None and turn.role == "user" and rng.random() < 0.5
-        turn, found = boxes.place(turn, number, rng if as_point else None)
+        if "box" in turn.text or "<ref-object>" in turn.text:
+            turn, found = boxes.place(turn, number, rng if as_point else None)
+            regions += found
         out.append(turn)
-        regions += found
     boxes.all_used()
     begin = int(bool(out) and out[0].role == "system")
     before = sum(len(REGION_MARKER.findall(turn.text)) for turn in out[:begin])

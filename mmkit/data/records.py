@@ -41,10 +41,10 @@ SEVERAL_ANSWERS = (
 )  # VQAv2 and TextVQA, A-OKVQA, ChartQA (label beside query)
 MOST_FREQUENT = "multiple_choice_answer"  # VQAv2's name of the answer that most people gave
 CAPTION_FIELDS = ("caption", "text", "title", "txt", "captions")
-UNREADABLE = {
-    "video": ("video", "videos", "video_path", "video_file"),
-    "audio": ("audio", "audios", "audio_path", "speech", "sound"),
-    "tools": ("tools", "functions", "tool_calls", "function_call"),
+UNREADABLE = {  # field -> what it holds
+    **dict.fromkeys(("video", "videos", "video_path", "video_file"), "video"),
+    **dict.fromkeys(("audio", "audios", "audio_path", "speech", "sound"), "audio"),
+    **dict.fromkeys(("tools", "functions", "tool_calls", "function_call"), "tools"),
 }
 # Placeholders that no reader has replaced: the model would learn their letters. A tag with its closing tag is
 # a text about tags.
@@ -69,24 +69,22 @@ def example_of(
     user's boxes of GRIT are shown as points in half of the messages, as in training.
     """
     record = Record(fields, key, source, folder)
-    for what, names in UNREADABLE.items():
-        if (name := next((name for name in names if not holds_nothing(fields.get(name))), None)) is not None:
-            raise record.bad(f"has {name}, which no model here reads", what)
+    for name in fields:
+        if name in UNREADABLE and not holds_nothing(fields[name]):
+            raise record.bad(f"has {name}, which no model here reads", UNREADABLE[name])
     pictures: Shown = []
     system, history = record.take("system", "system_prompt"), record.take("history")
-    turns = (
-        []
-        if system is None
-        else [Turn("system", _marked(record, record.text(system, "system text"), pictures))]
-    )
-    turns += _history(record, history, pictures)
+    turns: list[Turn] = []
+    if system is not None:
+        turns.append(Turn("system", _marked(record, record.text(system, "system text"), pictures)))
+    if history is not None:
+        turns += _history(record, history, pictures)
     first = len(turns)
     messages = _messages(record)
-    turns += (
-        _question(record, pictures)
-        if messages is None
-        else [turn for one in messages for turn in _turns(record, one, pictures)]
-    )
+    if messages is None:
+        turns += _question(record, pictures)
+    else:
+        turns += [turn for one in messages for turn in _turns(record, one, pictures)]
     if system is not None and (other := [turn.text for turn in turns[1:] if turn.role == "system"]):
         if other != [turns[0].text]:
             raise record.bad("has a system text of its own and another among its messages; keep one", "turns")
@@ -98,11 +96,10 @@ def example_of(
         asked = next((number for number, turn in enumerate(turns) if turn.role == "user"), 0)
         turns[asked] = replace(turns[asked], text=f"{IMAGE * len(images)}\n{turns[asked].text}".strip())
     elif len(images) == 1 and len(pictures) == 1:
-        alone = [re.sub(rf"Picture 1: ?(?={IMAGE})", "", turn.text) for turn in turns]  # Qwen-VL's label
-        turns = [
-            replace(turn, text=image_first(text) if turn.role == "user" else text)
-            for turn, text in zip(turns, alone, strict=True)
-        ]
+        for number, turn in enumerate(turns):
+            if IMAGE in turn.text and turn.role == "user":
+                text = turn.text.replace(f"Picture 1: {IMAGE}", IMAGE)  # Qwen-VL's label
+                turns[number] = replace(turn, text=image_first(text))
     turns, regions = with_regions(record, turns, images, first, rng)
     for turn in turns:
         for left in _PLACEHOLDER.finditer(turn.text) if "<" in turn.text or "[" in turn.text else ():
@@ -182,20 +179,20 @@ def _turns(record: Record, message: Any, pictures: Shown) -> list[Turn]:
     if not isinstance(role, str) or role.strip().lower() not in ROLES:
         raise record.bad(f"a message is from {shown(role)}; it must be one of {', '.join(ROLES)}", "turns")
     role, content = ROLES[role.strip().lower()], message.get(content_key)
-    for name in ("tool_calls", "function_call", "audio", "image", "images", "videos"):
-        if not holds_nothing(message.get(name)):
-            raise record.bad(f"a message has {name} of its own, which is not read", "turns")
     trained = True
-    for name in _FLAGS:
-        flag = message.get(name)
-        if flag is not None and (not isinstance(flag, bool | int | float) or flag not in (0, 1)):
+    for name, flag in message.items():
+        if (name in UNREADABLE or name in ("image", "images")) and not holds_nothing(flag):
+            raise record.bad(f"a message has {name} of its own, which is not read", "turns")
+        if name not in _FLAGS or flag is None:
+            continue
+        if not isinstance(flag, bool | int | float) or flag not in (0, 1):
             raise record.bad(
                 f"a message has {name} {shown(flag)}; it is true or 1 where it is learned, else false or 0",
                 "turns",
             )
-        trained = trained and flag in (None, True, 1)
-    if role == "user" and any(message.get(name) for name in _FLAGS):
-        record.note("records have a user's message that is marked to be learned, which only answers are")
+        trained = trained and bool(flag)
+        if flag and role == "user":
+            record.note("records have a user's message that is marked to be learned, which only answers are")
     record.note_unread(message, (role_key, content_key, *_FLAGS), "conversations[].")
     if content is None:
         found = ", ".join(
@@ -261,8 +258,6 @@ def _history(record: Record, history: Any, pictures: Shown) -> list[Turn]:
     """Earlier rounds, as LLaMA-Factory and ms-swift write them: [question, answer] each; the answers are
     learned too.
     """
-    if history is None:
-        return []
     rounds = parsed(history) if isinstance(history, str) else history
     if not isinstance(rounds, list | tuple) or not all(
         isinstance(one, list | tuple) and len(one) == 2 for one in rounds
