@@ -335,7 +335,7 @@ def _taken(files: dict[str, TarMember], caption: str) -> tuple[str, str, int]:
     if picture and place in files:
         return picture, "", pairs
     plain = picture or place in files
-    if other := captions if picture else pictures if plain else pictures | captions:
+    if captions if picture else pictures if plain else pictures | captions:
         return picture, DOTTED, 1 + pairs if plain else max(len(pictures), len(captions))
     return picture, "missing text" if picture else "missing image", 0
 
