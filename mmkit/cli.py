@@ -168,6 +168,7 @@ def _add_data(commands: Any) -> None:
     check.add_argument("--format", choices=formats, default="llava", help="of FILE (default: llava)")
     check.add_argument("--report", metavar="JSON", help="write the whole report here as well")
     check.add_argument("--decode", type=int, default=64, metavar="N", help="examples to open fully; more where faults are found (default: 64)")
+    check.add_argument("--all", action="store_const", const=sys.maxsize, dest="decode", help="open every example fully")
     add_run_options(check)
     shards = _command(kinds, "shards", _data_shards, "Write or check tar shards: samples, bad members, fields, per shard.")
     shards.add_argument("pattern", help="folder, file, URL or brace pattern: data/{000..012}.tar; with --from the folder to write")
@@ -175,7 +176,7 @@ def _add_data(commands: Any) -> None:
     shards.add_argument("--format", choices=("csv", "llava", "parquet", "pack"), default="csv", help="of --from (default: csv)")
     shards.add_argument("--images", metavar="DIR", help="folder that relative image paths of --from start from")
     shards.add_argument("--samples", type=int, default=10_000, help="in one shard (default: 10000)")
-    shards.add_argument("--caption", default="txt", metavar="EXTENSION", help="of the captions' files to check (default: txt)")
+    shards.add_argument("--caption", default="txt", metavar="EXTENSION", help="of the captions' files to check, or json:FIELD (default: txt)")
     rule = ("KEY", "OP", "VALUE")
     shards.add_argument("--filter", nargs=3, action="append", default=[], metavar=rule, help="check under this rule, as punsafe '<=' 0.5")
     shards.add_argument("--decode", type=int, default=64, metavar="N", help="samples to open fully; more where faults are found (default: 64)")
@@ -298,16 +299,19 @@ def _get(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from mmkit.launch.launch import is_worker, launch
+    from mmkit.launch.launch import WORKER, is_worker, launch
     from mmkit.launch.machine import machine_of
-    from mmkit.launch.preflight import preflight
+    from mmkit.launch.preflight import data_notes, preflight
     from mmkit.notebook.progress import Progress
     from mmkit.sharding.environment import process_environment
 
     run = run_of(options)
     if is_worker():
+        speaks = process_environment(os.environ).rank == 0  # for the job's log
+        if speaks and WORKER not in os.environ:  # else the process that started this one has told
+            print("".join(f"{note}\n" for note in data_notes(run)), end="", flush=True)
         result = launch(run)
-        if process_environment(os.environ).rank == 0:  # for the job's log
+        if speaks:
             print(result)
         return 0
     report = preflight(run, machine_of(options.machine))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mmkit.data.choices import LETTER, LETTER_IN_CHINESE, LETTER_ONLY
 from mmkit.evaluation.answers import (
     after_marker,
     as_number,
@@ -26,9 +27,7 @@ from mmkit.evaluation.answers import (
 )
 from mmkit.evaluation.task import Unit
 
-LETTER = "Answer with the option's letter from the given choices directly."
 WORD = "Answer the question using a single word or phrase."
-LETTER_ONLY = "Please answer directly with only the letter of the correct option and nothing else."
 UNANSWERABLE = "When the provided information is insufficient, respond with 'Unanswerable'.\n" + WORD
 SHORT = "Give the short answer directly."
 NUMBER = "Answer the question using a single number or phrase."
@@ -390,7 +389,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "mmbench_en": _letters("lmms-lab/MMBench_EN", "dev", 4377, _prediction(first_letter), **_CIRCULAR),
     "mmbench_cn": Benchmark(
-        "lmms-lab/MMBench_CN", "dev", 4329, "请直接回答选项字母。", 128, _prediction(first_word), **_CIRCULAR
+        "lmms-lab/MMBench_CN", "dev", 4329, LETTER_IN_CHINESE, 128, _prediction(first_word), **_CIRCULAR
     ),
     "seed": _letters(
         "lmms-lab/SEED-Bench", "test", 14233, lettered("."),
