@@ -79,8 +79,9 @@ def _refuse(words: list[str], options: Iterable[str]) -> None:
 class Parser(argparse.ArgumentParser):
     """A parser, and one of each command, that takes options by their whole name only.
 
-    argparse would read ``--lim`` as ``--limit``, so a script's meaning would change with each option that is added. It would also take the
-    value of ``-p lr -1e-5`` for an option; after one of ``pairs`` stand a name and a value whatever they begin with, or NAME=VALUE.
+    argparse would read ``--lim`` as ``--limit``, so a script's meaning would change with each option that is
+    added. It would also take the value of ``-p lr -1e-5`` for an option; after one of ``pairs`` stand a name
+    and a value whatever they begin with, or NAME=VALUE.
     """
 
     pairs: tuple[str, ...] = ()

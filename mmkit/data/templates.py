@@ -127,9 +127,11 @@ def render(template: Template, turns: Sequence[Turn], generate: bool = False, eo
 
 
 def render_with_tokenizer(tokenizer, turns: Sequence[Turn], generate: bool = False) -> Rendered:
-    """The conversation in the tokenizer's own chat template; spans run from the generation prompt to the end-of-turn token.
+    """The conversation in the tokenizer's own chat template; spans run from the generation prompt to the
+    end-of-turn token.
 
-    InputError for a conversation that the template refuses (a system role, say), in the template's words, or of which it leaves text out.
+    InputError for a conversation that the template refuses (a system role, say), in the template's words, or
+    of which it leaves text out.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"template 'tokenizer' needs a chat template, but {type(tokenizer).__name__} has none; name one of {', '.join(TEMPLATES)}")

@@ -65,8 +65,8 @@ class Preflight:
         return [(caption, list(rows)) for caption, rows in found.items() if rows]
 
     def at_start(self) -> str:
-        """What is worth saying as training begins: what is missing (weights come from the hub now), the adapters, the tokens that are
-        added to the vocabulary, and what of the records is not read."""
+        """What is worth saying as training begins: what is missing (weights come from the hub now), the
+        adapters, the tokens that are added to the vocabulary, and what of the records is not read."""
         from mmkit.launch.requirements import told
         from mmkit.notebook.tables import text
 

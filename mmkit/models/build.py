@@ -127,7 +127,8 @@ def tokenizer(config: ModelConfig, folder: str | Path | None = None):
 
 
 def source_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``source`` (pack, folder, URL, hub repository or ``bytes``) as it is; ConfigError where there is no fast one."""
+    """The tokenizer of ``source`` (pack, folder, URL, hub repository or ``bytes``) as it is; ConfigError
+    where there is no fast one."""
     from transformers import AutoTokenizer
 
     if source == "random":

@@ -163,8 +163,8 @@ def choose(logits: Tensor, sampling: Sampling) -> Tensor:
 def with_mask(batch: Mapping[str, Tensor], pad: int | None, bos: int | None = None) -> Mapping[str, Tensor]:
     """The batch with a mask: given, or made from runs of the pad token at either end of a row.
 
-    InputError for several rows without either: one of them may be padded, with what only the caller knows. So it is for a row that begins
-    with a token that is both padding and the beginning of a text (``bos``).
+    InputError for several rows without either: one of them may be padded, with what only the caller knows. So
+    it is for a row that begins with a token that is both padding and the beginning of a text (``bos``).
     """
     rows = len(batch["input_ids"])
     no_pad = pad is None or pad < 0  # the first Llamas say -1 where they have none

@@ -97,8 +97,9 @@ def _stored(
     stream: Iterable[tuple[str, Tensor]], sources: dict[str, _Source], references: dict, adapters: dict[str, Tensor],
     carried: dict[str, list[tuple[str, list[int] | None]]],
 ) -> Stream:  # fmt: skip
-    """What goes into the weight files; the rest is put into ``references`` and ``adapters`` as it passes. ``adapters`` gets by peft's
-    names what stands in ``carried`` (`carried_by_adapter`) too: without it the adapter's folder would not do alone."""
+    """What goes into the weight files; the rest is put into ``references`` and ``adapters`` as it passes.
+    ``adapters`` gets by peft's names what stands in ``carried`` (`carried_by_adapter`) too: without it the
+    adapter's folder would not do alone."""
     for name, tensor in stream:
         if ".lora_" in name:
             adapters[name.replace(".default.", ".")] = tensor.detach().cpu().clone()
@@ -222,7 +223,8 @@ def _inject_adapter(model: nn.Module, folder: Path) -> None:
     import peft
 
     stored = json.loads((folder / "adapter_config.json").read_text(encoding="utf8"))
-    # what it carries of the model's own tensors (rows of added tokens, modules trained whole) is in the model's files, and so in its place
+    # what it carries of the model's own tensors (rows of added tokens, modules trained whole) is in the
+    # model's files, and so in its place
     config, carried = lora_config(stored, str(folder)), ("modules_to_save", "trainable_token_indices")
     peft.inject_adapter_in_model(dataclasses.replace(config, **dict.fromkeys(carried)), model, "default")
     for name in carried:

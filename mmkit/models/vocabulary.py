@@ -1,7 +1,9 @@
-"""Tokens added to a language model's vocabulary: which rows of its embedding and head are theirs, and training these rows alone.
+"""Tokens added to a language model's vocabulary: which rows of its embedding and head are theirs, and
+training these rows alone.
 
-Rows that train alone are a parameter of their own above a frozen table, so whatever an optimizer does (weight decay, 8-bit moments, a
-shard's padding) the old rows keep their bits, and neither gradients nor moments of the whole table take memory.
+Rows that train alone are a parameter of their own above a frozen table, so whatever an optimizer does (weight
+decay, 8-bit moments, a shard's padding) the old rows keep their bits, and neither gradients nor moments of
+the whole table take memory.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ ROWS = "added_rows"  # the parameter's name in its module
 
 
 def added_tokens(config: VlmConfig) -> list[int]:
-    """Ids of the tokens that ``config`` adds to its language model: the rows that its weights' files lack, and those tokens which the
-    run's tokenizer puts into spare rows. Reads the source's config and tokenizer; InputError or ConfigError where they cannot be read."""
+    """Ids of the tokens that ``config`` adds to its language model: the rows that its weights' files lack,
+    and those tokens which the run's tokenizer puts into spare rows. Reads the source's config and tokenizer;
+    InputError or ConfigError where they cannot be read."""
     from transformers import AutoConfig
 
     source, size, old = config.language.source, config.language.architecture["vocab_size"], None
@@ -42,7 +45,8 @@ def added_tokens(config: VlmConfig) -> list[int]:
 
 
 class AddedRows(nn.Module):
-    """An embedding or a head of which only the rows ``ids`` (n,) train: ``added_rows`` (n, D) stand in their place.
+    """An embedding or a head of which only the rows ``ids`` (n,) train: ``added_rows`` (n, D) stand in their
+    place.
 
     ``bias`` (n,): what a head adds to these rows.
     """
@@ -73,9 +77,11 @@ def tables_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def train_rows_alone(model: nn.Module, ids: list[int], read: Callable[[str], Tensor]) -> None:
-    """Freezes embedding and head of ``model`` and puts trainable `AddedRows` of the tokens ``ids`` above both; tied tables share them.
+    """Freezes embedding and head of ``model`` and puts trainable `AddedRows` of the tokens ``ids`` above
+    both; tied tables share them.
 
-    ``read`` gives a whole tensor that is still in a file by its name. ConfigError for a table of a kind that is not known.
+    ``read`` gives a whole tensor that is still in a file by its name. ConfigError for a table of a kind that
+    is not known.
     """
     made: dict[int, nn.Parameter] = {}
     for path, table in tables_of(model).items():
@@ -100,7 +106,8 @@ def row_tables(model: nn.Module) -> dict[str, AddedRows]:
 
 
 def folded(model: nn.Module, stream: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """A stream of (name, whole tensor) of ``model`` with the added rows in their tables, in fp32, and not apart.
+    """A stream of (name, whole tensor) of ``model`` with the added rows in their tables, in fp32, and not
+    apart.
 
     A module's own parameters come before those of its parts, so the rows come before their table.
     """
@@ -117,9 +124,11 @@ def folded(model: nn.Module, stream: Iterable[tuple[str, Any]]) -> Iterator[tupl
 
 
 def carried_by_adapter(model: nn.Module) -> dict[str, list[tuple[str, list[int] | None]]]:
-    """Name of a tensor -> the names under which the adapter's folder holds it too, each with the token ids whose rows it holds (None: all).
+    """Name of a tensor -> the names under which the adapter's folder holds it too, each with the token ids
+    whose rows it holds (None: all).
 
-    These are what the adapter of ``model`` needs beside its matrices, as its peft config says. Tied tensors are named by each alias.
+    These are what the adapter of ``model`` needs beside its matrices, as its peft config says. Tied tensors
+    are named by each alias.
     """
     config = getattr(model, "peft_config", {}).get("default")
     wanted = dict.fromkeys(getattr(config, "modules_to_save", None) or ())

@@ -71,9 +71,11 @@ def run_notebook(
 
 
 def inject(book: Any, values: dict[str, Any]) -> None:
-    """Puts the cell that assigns ``values`` behind the parameters cell, as papermill does, in place of one that an earlier run left.
+    """Puts the cell that assigns ``values`` behind the parameters cell, as papermill does, in place of one
+    that an earlier run left.
 
-    papermill writes the keys of mappings as text only, and calls each parameter unknown whose default it cannot parse ("a=b").
+    papermill writes the keys of mappings as text only, and calls each parameter unknown whose default it
+    cannot parse ("a=b").
     """
     import nbformat
 
@@ -90,7 +92,8 @@ def inject(book: Any, values: dict[str, Any]) -> None:
 
 
 def as_code(value: Any) -> str:
-    """``value`` as an expression of Python; numbers that are not finite, which have no literal, through ``float``."""
+    """``value`` as an expression of Python; numbers that are not finite, which have no literal, through
+    ``float``."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"float('{value}')"
     if isinstance(value, dict):

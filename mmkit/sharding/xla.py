@@ -108,7 +108,8 @@ class XlaBackend(HostTalk, SingleBackend):
         )
 
     def _place(self, module: nn.Module, weights: Callable[[str], Tensor] | None) -> None:
-        """Parameters that modules share stay one: torch makes a new one for each of their places on this device."""
+        """Parameters that modules share stay one: torch makes a new one for each of their places on this
+        device."""
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for part in module.modules():
             for key, p in part._parameters.items():

@@ -86,7 +86,8 @@ def inject(model: nn.Module, lora: LoraConfig, components: Components, head: nn.
         target_modules="|".join(re.escape(name) for name in names),
     )  # fmt: skip
     peft.inject_adapter_in_model(config, model, ADAPTER)
-    # only now, or peft would train copies: the adapter's folder carries these modules, and tied ones under each of their names
+    # only now, or peft would train copies: the adapter's folder carries these modules, and tied ones under
+    # each of their names
     whole = {id(p) for name in kept for p in model.get_submodule(name).parameters()}
     tied = [name for name, part in model.named_modules() if any(id(p) in whole for p in part.parameters(recurse=False))]
     outer = [name for name in kept if not any(name.startswith(f"{other}.") for other in kept)]

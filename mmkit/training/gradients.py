@@ -33,8 +33,8 @@ def check_allowed(allowed: Iterable[str], trained: Iterable[str]) -> None:
 def check_reached(state: Any, reached: Mapping[str, bool]) -> list[dict[str, Any]] | None:
     """The table of `report` for this run; ValueError where a tensor got no gradient and ``train.allow_no_grad`` does not name it.
 
-    A component whose input the step did not have (no picture, no region, no added token) is excused, and None asks for another look at the
-    next step, up to `PATIENCE` steps. All processes.
+    A component whose input the step did not have (no picture, no region, no added token) is excused, and None
+    asks for another look at the next step, up to `PATIENCE` steps. All processes.
     """
     inputs = {name: state.backend.any_device(_has(state.window, name)) for name in dict.fromkeys(NEEDS.values())}
     absent = {component for component, name in NEEDS.items() if name in state.window[0].tensors and not inputs[name]}

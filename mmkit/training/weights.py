@@ -173,9 +173,11 @@ def prepare_model(model: nn.Module, run: RunConfig, components, stored: Mapping[
 
 
 def added_rows(model: nn.Module, run: RunConfig) -> tuple[list[int], list[dict]]:
-    """Ids of the tokens that the run adds to the vocabulary, and for people one row a table: whether their rows train, where they are kept.
+    """Ids of the tokens that the run adds to the vocabulary, and for people one row a table: whether their
+    rows train, where they are kept.
 
-    ConfigError where rows are to train alone and there are none, or which are new is not known. ``model`` may be on the meta device.
+    ConfigError where rows are to train alone and there are none, or which are new is not known. ``model`` may
+    be on the meta device.
     """
     train, language = run.train, run.model.language
     alone = train.new_tokens == "rows"

@@ -13,7 +13,8 @@ from tests.models import twins
 
 
 def sourced(folder, rows: int, words=None, **changes) -> LanguageConfig:
-    """A language model of 300 rows whose files have ``rows`` of them, and the tokenizer ``words`` where one is given."""
+    """A language model of 300 rows whose files have ``rows`` of them, and the tokenizer ``words`` where one
+    is given."""
     from mmkit.models.language import load_language
 
     load_language(twins.language(vocab_size=rows)).save_pretrained(folder)

@@ -112,8 +112,8 @@ ADDED = [2, 5, VOCABULARY - 1]  # two are targets; three rows divide by no numbe
 
 
 def lora_case(backend, **changes) -> Case:
-    """A frozen language model under adapters (half of it stored in bf16 where that is the precision), a trained connector; of its tied
-    embedding and head the rows `ADDED` train alone."""
+    """A frozen language model under adapters (half of it stored in bf16 where that is the precision), a
+    trained connector; of its tied embedding and head the rows `ADDED` train alone."""
     from peft import LoraConfig, inject_adapter_in_model
 
     from mmkit.models.vocabulary import train_rows_alone

@@ -24,7 +24,8 @@ TABLES = ("model.embed_tokens", "lm_head")
 
 
 def words_with(folder: Path, *tokens: str) -> str:
-    """A byte tokenizer of 317 entries and ``tokens`` behind them; and answers in the data of ``folder`` end with the first of them."""
+    """A byte tokenizer of 317 entries and ``tokens`` behind them; and answers in the data of ``folder`` end
+    with the first of them."""
     words = packs.byte_tokenizer()
     words.add_tokens([f"<spare {i}>" for i in range(OLD - len(words))], special_tokens=True)
     words.add_tokens(list(tokens), special_tokens=True)

@@ -23,8 +23,9 @@ OTHERS = "non_lora_trainables.bin"
 TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"  # peft's name for the rows of chosen tokens; their values, not differences
 _LORA = re.compile(r"^(?P<layer>.+)\.lora_(?P<part>A|B|magnitude)(?:_vector)?(?:\.default)?(?:\.weight)?$")
 
-# Of peft's LoraConfig (0.21): what the merge reads, and what says nothing about the merged weights. Everything else that is set changes
-# what an adapted layer computes (a bias, a product of its own, layers used twice), and would be lost without a word.
+# Of peft's LoraConfig (0.21): what the merge reads, and what says nothing about the merged weights.
+# Everything else that is set changes what an adapted layer computes (a bias, a product of its own, layers
+# used twice), and would be lost without a word.
 _MERGED = ("lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "trainable_token_indices", "modules_to_save", "init_lora_weights")
 _NEUTRAL = (
     "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "task_type", "inference_mode",
@@ -46,14 +47,15 @@ class Adapter(NamedTuple):
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json of a peft folder; InputError for kinds whose merge is not that of `models.merging`."""
+    """adapter_config.json of a peft folder; InputError for kinds whose merge is not that of
+    `models.merging`."""
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf8"))
     if config.get("peft_type", "LORA") != "LORA":
         raise InputError(f"{folder}: adapter of type {config['peft_type']!r}; only LORA is read")
     start = config.get("init_lora_weights", True)
     if (kind := str(start).lower()) not in _KEEPS_BASE:
-        # pissa, pissa_niter_4, corda, olora, loftq, lora_ga take the adapter's first product off the base (peft/tuners/lora/layer.py), so
-        # the adapter fits that other base alone
+        # pissa, pissa_niter_4, corda, olora, loftq, lora_ga take the adapter's first product off the base
+        # (peft/tuners/lora/layer.py), so the adapter fits that other base alone
         saved = (
             "save it again with peft's save_pretrained(..., path_initial_model_for_weight_conversion=FIRST_VALUES), which makes it an "
             "ordinary adapter, or " if kind.startswith(_CONVERTIBLE) else ""
@@ -110,8 +112,8 @@ def read_adapter(folder: Path) -> Adapter:
 def merged(folder: Path, base: Path, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """(original name, tensor) of base + adapter, then the trainables that are no adapter; those replace base tensors of their name.
 
-    Adapted weights come in ``dtype`` (None: their own). InputError for adapted layers and tables without a weight in the base, and for
-    rows of tokens that it does not have.
+    Adapted weights come in ``dtype`` (None: their own). InputError for adapted layers and tables without a
+    weight in the base, and for rows of tokens that it does not have.
     """
     adapter = read_adapter(folder)
     others = dict(files.tensors(folder / OTHERS)) if (folder / OTHERS).is_file() else {}
