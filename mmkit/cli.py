@@ -89,14 +89,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any):
         super().__init__(allow_abbrev=False, **settings)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse's, which sees each of `pairs` with its two words as one, behind the others."""
         out, joined, rest = [], [], list(sys.argv[1:] if args is None else args)
         while rest:
             word = rest.pop(0)
             if word in self.pairs and rest:
-                name = rest.pop(0)
-                joined.append(f"{self.pairs[-1]}={name}" if "=" in name or not rest else f"{self.pairs[-1]}={name}={rest.pop(0)}")
+                pair = rest.pop(0)
+                pair = pair if "=" in pair or not rest else f"{pair}={rest.pop(0)}"
+                joined.append(f"{self.pairs[-1]}={pair}")
             else:
                 out.append(word)
         return super().parse_known_args([*out, *joined], namespace)
@@ -234,8 +235,8 @@ def _add_notebook(commands: Any) -> None:
     run.add_argument("notebook", help="path, or a name of notebooks/ such as 03_finetune")
     run.add_argument("output", nargs="?", help="executed copy (default: runs/notebooks/)")
     run.pairs = ("-p", "--parameter")
-    told = "a parameter: -p NAME VALUE as for papermill, or -p NAME=VALUE"
-    run.add_argument("-p", "--parameter", type=parameter_pair, action="append", default=[], metavar="NAME VALUE", help=told)
+    pair = {"type": parameter_pair, "metavar": "NAME VALUE", "help": "a parameter, as for papermill; or -p NAME=VALUE"}
+    run.add_argument("-p", "--parameter", action="append", default=[], **pair)
     run.add_argument("-f", "--parameters", metavar="FILE", help="parameters as YAML or JSON")
     run.add_argument("--autosave", type=int, default=10, metavar="S", help="save the notebook every S seconds while a cell prints")
     run.add_argument("--timeout", type=int, metavar="S", help="longest time of one cell")

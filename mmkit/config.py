@@ -260,7 +260,7 @@ class TrainConfig(Settings):
 
     trainable: tuple[Component, ...] = ("connector", "samplers")  # components with all their weights trained
     lora: LoraConfig | None = None  # adapters; None = none, {} = with the values below
-    new_tokens: Literal["all", "rows"] = "all"  # rows: of embedding and head only the rows of added tokens train, beside trainable
+    new_tokens: Literal["all", "rows"] = "all"  # rows: of embedding and head those of added tokens alone
     bits: Annotated[Literal[4, 8, 16], Digits] = 16  # storage of frozen language-model weights
     optimizer: OptimizerConfig = OptimizerConfig()  # AdamW and its schedule
     precision: Precision = "bf16"  # of computing; trained weights are kept in fp32

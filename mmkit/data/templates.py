@@ -141,16 +141,18 @@ def render_with_tokenizer(tokenizer, turns: Sequence[Turn], generate: bool = Fal
     def text_of(count: int, add: bool) -> str:
         try:
             return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=add)
-        except (TemplateError, TypeError, KeyError) as error:  # raise_exception of the template, or a message it was not written for
-            said = str(error).strip() or type(error).__name__
-            raise InputError(f"the tokenizer's chat template refuses this conversation: {said}{_system_hint(turns)}") from None
+        # the template's own raise_exception, or what becomes of a message that it was not written for
+        except (TemplateError, TypeError, KeyError) as error:
+            said = f"{str(error).strip() or type(error).__name__}{_system_hint(turns)}"
+            raise InputError(f"the tokenizer's chat template refuses this conversation: {said}") from None
 
     text, place = text_of(len(messages), generate), 0
     for number, turn in enumerate(turns):
         found = text.find(turn.text.strip(), place)
         if found < 0:
             raise InputError(
-                f"the tokenizer's chat template leaves out text of the {turn.role} turn {number + 1}: {turn.text.strip()[:40]!r}"
+                f"the tokenizer's chat template leaves out text of the {turn.role} turn {number + 1}: "
+                + repr(turn.text.strip()[:40])
                 + (_system_hint(turns) if turn.role == "system" else "; name another template")
             )
         place = found + len(turn.text.strip())
@@ -168,8 +170,8 @@ def render_with_tokenizer(tokenizer, turns: Sequence[Turn], generate: bool = Fal
 
 def _system_hint(turns: Sequence[Turn]) -> str:
     """What to do where a template has no place for a system text."""
-    given = turns and turns[0].role == "system"
-    return "; put the system text into the first question, or name another template (model.template)" if given else ""
+    hint = "; put the system text into the first question, or name another template (model.template)"
+    return hint if turns and turns[0].role == "system" else ""
 
 
 def split_system(turns: Sequence[Turn]) -> tuple[str | None, Sequence[Turn]]:

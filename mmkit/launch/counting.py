@@ -65,6 +65,7 @@ def _count(run: RunConfig) -> tuple[Part, ...]:
         layers = adapters.targets_of(module, train.lora, components, getattr(module, "head", None))
         whole = tuple(f"{name}." for name in adapters.modules_to_save(module, train.lora.modules_to_save, layers))
         trained |= {name for name, _ in named if name.startswith(whole)}
-    if train.new_tokens == "rows":  # how many rows they have is read with the weights; beside the rest they are few
-        trained -= {name for name, _ in named if name.startswith(tuple(f"{table}." for table in tables_of(module)))}
+    if train.new_tokens == "rows":  # how many rows train is read with the weights; beside the rest they are few
+        tables = tuple(f"{name}." for name in tables_of(module))
+        trained = {name for name in trained if not name.startswith(tables)}
     return count_parts(module, components, trained, set(layers), train.lora)

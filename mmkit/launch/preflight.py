@@ -58,8 +58,8 @@ class Preflight:
 
     def _tables(self) -> list[tuple[str, list[dict[str, Any]]]]:
         found = {"chosen for the machine": self.choice.rows}
-        found |= {"parameters and memory of one device": self.rows(), "adapters": self.adapters, "added tokens": self.added}
-        found |= {"data": self.sources, "shapes": self.shapes}
+        found |= {"parameters and memory of one device": self.rows(), "adapters": self.adapters}
+        found |= {"added tokens": self.added, "data": self.sources, "shapes": self.shapes}
         found |= {"missing here": [need.row() for need in self.missing], "disk": self.disk}
         found |= {"what of the records is not read": [{"source and what": note} for note in self.notes]}
         return [(caption, list(rows)) for caption, rows in found.items() if rows]
@@ -114,8 +114,8 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
         plan.check()
     check_start(run)
     needs = missing(run)
-    here = trains and run.model.kind == "vlm" and all(need.kind == "data" for need in needs)  # else its source is not looked into yet
-    added = weights.added_rows(module, run)[1] if here else ()
+    adds = trains and run.model.kind == "vlm" and all(need.kind == "data" for need in needs)  # its source is here
+    added = weights.added_rows(module, run)[1] if adds else ()
     try:
         sources, samples = data_rows(run)
     except ConfigError as error:  # the first fault of one source; with what else is missing the user comes back once
@@ -126,8 +126,9 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
         check_disk(plan)
     shapes = check_shapes(run, module) if run.dry_run and run.model.kind == "vlm" else ()
     return Preflight(
-        choice, plan, tuple(sources), tuple(adapters), tuple(added), tuple(shapes), needs, tuple(disk_rows(plan, needs)), data_notes(run)
-    )
+        choice, plan, tuple(sources), tuple(adapters), tuple(added), tuple(shapes), needs,
+        tuple(disk_rows(plan, needs)), data_notes(run),
+    )  # fmt: skip
 
 
 def check_start(run: RunConfig) -> None:

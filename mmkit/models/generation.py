@@ -172,14 +172,14 @@ def with_mask(batch: Mapping[str, Tensor], pad: int | None, bos: int | None = No
         return batch
     if no_pad:
         raise InputError(
-            f"{rows} prompts have no mask, and the language model's pad_token_id is {pad}, so padding would be read as text; "
-            "give attention_mask (1 = real, 0 = padding), or one prompt at a time"
+            f"{rows} prompts have no mask, and the language model's pad_token_id is {pad}, so padding would be read "
+            "as text; give attention_mask (1 = real, 0 = padding), or one prompt at a time"
         )
     text = batch["input_ids"] != pad
     if pad == bos and not text[:, 0].all():
         raise InputError(
-            f"a prompt begins with token {pad}, which is the language model's padding and its beginning of a text: give attention_mask "
-            "(1 = real, 0 = padding)"
+            f"a prompt begins with token {pad}, which is the language model's padding and its beginning of a text: "
+            "give attention_mask (1 = real, 0 = padding)"
         )
     real = (text.long().cumsum(1) > 0) & (text.flip(1).long().cumsum(1).flip(1) > 0)
     return {**batch, "attention_mask": real.long()}

@@ -94,8 +94,8 @@ def _untied(model: nn.Module) -> Stream:
 
 
 def _stored(
-    stream: Iterable[tuple[str, Tensor]], sources: dict[str, _Source], references: dict, adapters: dict[str, Tensor],
-    carried: dict[str, list[tuple[str, list[int] | None]]],
+    stream: Iterable[tuple[str, Tensor]], sources: dict[str, _Source], references: dict,
+    adapters: dict[str, Tensor], carried: dict[str, list[tuple[str, list[int] | None]]],
 ) -> Stream:  # fmt: skip
     """What goes into the weight files; the rest is put into ``references`` and ``adapters`` as it passes.
     ``adapters`` gets by peft's names what stands in ``carried`` (`carried_by_adapter`) too: without it the
@@ -137,8 +137,8 @@ def _source_hashes(model: nn.Module, config: VlmConfig) -> dict[str, _Source]:
     out = {}
     for unit, source in units_of(config).items():
         part = model.get_submodule(unit)
-        apart = (".lora_", f".{ROWS}")  # trained beside weights that stay as they are
-        if source is None or any(p.requires_grad for name, p in part.named_parameters() if not any(mark in name for mark in apart)):
+        trained = [name for name, p in part.named_parameters() if p.requires_grad]
+        if source is None or not all(".lora_" in name or name.endswith(f".{ROWS}") for name in trained):
             continue
         state = {f"{unit}.{base_name(name)}": tensor.dtype for name, tensor in part.state_dict().items()}
         if torch.uint8 in state.values() or torch.int8 in state.values():

@@ -29,18 +29,21 @@ def added_tokens(config: VlmConfig) -> list[int]:
     InputError or ConfigError where they cannot be read."""
     from transformers import AutoConfig
 
-    source, size, old = config.language.source, config.language.architecture["vocab_size"], None
+    source, size = config.language.source, config.language.architecture["vocab_size"]
+    old = size
     if source != "random":
-        old = AutoConfig.from_pretrained(pack_folder(source) or files.locate(source, weights=False)).vocab_size
-    ids = set(range(size if old is None else old, size))
+        folder = pack_folder(source) or files.locate(source, weights=False)
+        old = AutoConfig.from_pretrained(folder).vocab_size
+    ids = set(range(old, size))
     if config.regions or config.language.tokenizer:
         own = config.language.tokenizer if source == "random" else source
         try:
             known = source_tokenizer(own).get_vocab() if own else {}
-        except ConfigError:  # weights without a tokenizer: then only the rows that they lack are known to be new
+        except ConfigError:  # weights without a tokenizer: only the rows that they lack are known to be new
             known = None
         if known is not None:
-            ids |= {number for token, number in tokenizer(config).get_added_vocab().items() if token not in known}
+            added = tokenizer(config).get_added_vocab()
+            ids |= {number for token, number in added.items() if token not in known}
     return sorted(ids)
 
 
@@ -57,7 +60,7 @@ class AddedRows(nn.Module):
         place = torch.full((base_layer.weight.shape[0],), -1)
         place[ids] = torch.arange(len(ids))
         self.register_buffer("ids", torch.tensor(ids), persistent=False)
-        self.register_buffer("place", place, persistent=False)  # (V,): which of the rows a token has, -1 for old ones
+        self.register_buffer("place", place, persistent=False)  # (V,): a token's place among the rows, or -1
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,7 +90,8 @@ def train_rows_alone(model: nn.Module, ids: list[int], read: Callable[[str], Ten
     for path, table in tables_of(model).items():
         scaled = isinstance(table, nn.Embedding) and hasattr(table, "embed_scale")  # as Gemma's
         if type(table) not in (nn.Embedding, nn.Linear) and not scaled:
-            raise ConfigError(f"train.new_tokens 'rows': {path} is a {type(table).__name__}, whose rows cannot train alone; use 'all'")
+            what = f"{path} is a {type(table).__name__}, whose rows cannot train alone"
+            raise ConfigError(f"train.new_tokens 'rows': {what}; use 'all'")
 
         def rows_of(key: str, tensor: Tensor, path: str = path) -> Tensor:
             return (read(f"{path}.{key}") if tensor.is_meta else tensor.detach())[ids].float().clone()
@@ -139,8 +143,8 @@ def carried_by_adapter(model: nn.Module) -> dict[str, list[tuple[str, list[int] 
         plain = base_name(alias)
         names.setdefault(id(tensor), []).append(plain)
         for path, ids in wanted.items():
-            mine = plain == f"{path}.weight" if ids else plain.startswith(f"{path}.") and not alias.endswith(f".{ROWS}")
-            if mine:
+            inside = plain.startswith(f"{path}.") and not alias.endswith(f".{ROWS}")
+            if plain == f"{path}.weight" if ids else inside:
                 file = f"{path}.token_adapter.trainable_tokens_delta" if ids else plain
                 out.setdefault(id(tensor), []).append((file, ids))
     return {alias: places for key, places in out.items() for alias in names[key]}

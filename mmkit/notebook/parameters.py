@@ -28,7 +28,8 @@ from mmkit.values import explain, hint, kinds_of, literal, shortened
 MAGIC = re.compile(r"(?m)^\s*[%!].*$")
 INJECTED = "# Parameters"  # first line of the cell papermill adds
 TYPES = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, tuple, set)}
-TYPES |= {name: getattr(typing, name) for name in ("Any", "Literal", "Optional", "Union", "List", "Dict", "Tuple")}
+TYPING = ("Any", "Literal", "Optional", "Union", "List", "Dict", "Tuple")
+TYPES |= {name: getattr(typing, name) for name in TYPING}
 BACKENDS: dict[str, dict[str, Any]] = {  # what `backend` may say, in settings
     "auto": {"backend.kind": "auto"},
     "single": {"backend.kind": "single"},
@@ -56,12 +57,14 @@ class Parameter:
         """The declared type as an object pydantic understands; without a declaration that of the default."""
         if not self.type_text:
             return type(self.default) if self.default is not None else object
+        kind: Any = self.type_text
         try:
-            kind = eval(self.type_text, {"__builtins__": {}}, dict(TYPES))  # noqa: S307 - only the names of TYPES exist there
-            return eval(kind, {"__builtins__": {}}, dict(TYPES)) if isinstance(kind, str) else kind  # noqa: S307 - as "int | None"
+            while isinstance(kind, str):  # the type may be quoted: "int | None"
+                kind = eval(kind, {"__builtins__": {}}, dict(TYPES))  # noqa: S307 - only the names of TYPES exist there
         except (NameError, SyntaxError, TypeError) as error:
-            known = ", ".join(TYPES)
-            raise ConfigError(f"parameter {self.name!r} is of type {self.type_text}: {error}; types are made of {known}") from None
+            told = f"{self.type_text}: {error}; types are made of {', '.join(TYPES)}"
+            raise ConfigError(f"parameter {self.name!r} is of type {told}") from None
+        return kind
 
 
 def declared(source: str) -> dict[str, Parameter]:

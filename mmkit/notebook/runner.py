@@ -158,8 +158,9 @@ def _execute(
     os.environ.update(environment)
     try:
         papermill.execute_notebook(
-            str(marked), str(executed), progress_bar=False, cwd=str(path.resolve().parent), autosave_cell_every=autosave,
-            execution_timeout=timeout, stdout_file=_Shown(stream, token), stderr_file=_Shown(stream, token),
+            str(marked), str(executed), progress_bar=False, cwd=str(path.resolve().parent),
+            autosave_cell_every=autosave, execution_timeout=timeout,
+            stdout_file=_Shown(stream, token), stderr_file=_Shown(stream, token),
             # socket files in a folder only this user can open, not ports, nor files beside the notebook
             config=Config(KernelManager={"transport": "ipc", "ip": f"{folder.name}/kernel"}),
         )  # fmt: skip
@@ -181,7 +182,9 @@ def _execute(
     return _judge(path, executed, values, token, code, message)
 
 
-def _judge(path: Path, executed: Path, values: dict[str, Any], token: str, code: int, message: str) -> tuple[int, str]:
+def _judge(
+    path: Path, executed: Path, values: dict[str, Any], token: str, code: int, message: str
+) -> tuple[int, str]:
     """Takes the end mark out of the saved notebook; without its output a run that looked fine is an error after all."""
     import nbformat
 
@@ -191,7 +194,8 @@ def _judge(path: Path, executed: Path, values: dict[str, Any], token: str, code:
     if code == OK and not reached:
         code, message = NOTEBOOK_ERROR, f"cell {_shown_cell(executed)} stopped the notebook without an error of its own"
     book.cells = [cell for cell in book.cells if cell not in endings]
-    book.metadata["papermill"] |= {"input_path": path.name, "parameters": json.loads(json.dumps(values, default=str))}
+    shown = json.loads(json.dumps(values, default=str))
+    book.metadata["papermill"] |= {"input_path": path.name, "parameters": shown}
     book.metadata["mmkit"] = {"code": code, "message": message}
     nbformat.write(book, executed)
     return code, message

@@ -94,9 +94,9 @@ def assemble(run: RunConfig) -> TrainState:
     frozen = frozen_record(model, stored, digests, parts.COMPONENTS)
     trained = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
     # what an export compares holds the rows of added tokens in their tables
-    started_with = {name: digests[name] for name in trained} | {
-        f"{path}.weight": digests[name] for path in row_tables(model) if (name := f"{path}.base_layer.weight") in digests
-    }
+    grown = {f"{path}.weight": f"{path}.base_layer.weight" for path in row_tables(model)}
+    started_with = {name: digests[name] for name in trained}
+    started_with |= {table: digests[name] for table, name in grown.items() if name in digests}
     objective = make_objective(model, run, backend)
     factory = optimizer_factory(model, parts.COMPONENTS, run.train.optimizer)
     if run.data.cache_features:
@@ -138,7 +138,7 @@ def check(run: RunConfig) -> None:
     if lora and (both := sorted(set(lora.components) & set(run.train.trainable))):
         raise ConfigError(f"component {both[0]!r} is in train.trainable and in train.lora.components: train it whole or by adapters")
     if run.train.new_tokens == "rows" and run.model.kind != "vlm":
-        raise ConfigError("train.new_tokens 'rows' is for models with a language model (kind vlm); a clip model's vocabulary never grows")
+        raise ConfigError("train.new_tokens 'rows' is for models of kind vlm; a clip model's vocabulary never grows")
     if run.train.bits != 16 and (lora is None or "language" in run.train.trainable):
         raise ConfigError(f"train.bits {run.train.bits} freezes the language model: set train.lora, take language out of train.trainable")
     check_exportable(run)

@@ -88,7 +88,8 @@ def whole_tensors(state: TrainState, trained: dict[str, str]) -> Iterator[tuple[
 def own_tensors(state: TrainState) -> Iterator[tuple[str, Tensor, str]]:
     """(name, whole tensor on the CPU, name in an export if it was trained, else "") of the model, for the
     main process; rows of added tokens stand in their tables, which count as trained."""
-    stream = ((name, tensor) for name, tensor in state.backend.full_parameters(owner=lambda index: 0) if tensor is not None)
+    whole = state.backend.full_parameters(owner=lambda index: 0)
+    stream = ((name, tensor) for name, tensor in whole if tensor is not None)
     tables = {f"{path}.base_layer.weight": f"{path}.weight" for path in row_tables(state.model)}
     for name, tensor in folded(state.model, stream):
         yield name, tensor, tables.get(name, name if name in state.trained else "")

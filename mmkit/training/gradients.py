@@ -40,8 +40,8 @@ def check_reached(state: Any, reached: Mapping[str, bool]) -> list[dict[str, Any
     absent = {component for component, name in NEEDS.items() if name in state.window[0].tensors and not inputs[name]}
     idle = {name for name in reached if component_of(name, state.components) in absent}
     for path, table in row_tables(state.model).items():  # an embedding's rows wait for their tokens
-        ids = table.ids.cpu()
-        if not state.backend.any_device(any(bool(torch.isin(batch.tensors["input_ids"].cpu(), ids).any()) for batch in state.window)):
+        words, ids = [batch.tensors["input_ids"].cpu() for batch in state.window], table.ids.cpu()
+        if not state.backend.any_device(any(bool(torch.isin(each, ids).any()) for each in words)):
             idle.add(f"{path}.{ROWS}")
             absent.add("rows of added tokens")
     excused = {name: had for name, had in reached.items() if had or name not in idle}
@@ -51,7 +51,8 @@ def check_reached(state: Any, reached: Mapping[str, bool]) -> list[dict[str, Any
     if state.step < PATIENCE:
         state.backend.reached = None
         return None
-    log.warning("no step so far had the input of %s, so whether it trains is not known", " and ".join(sorted(absent)))
+    missing = " and ".join(sorted(absent))
+    log.warning("no step so far had the input of %s, so whether it trains is not known", missing)
     return report(reached, state.components)
 
 

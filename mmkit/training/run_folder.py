@@ -143,7 +143,8 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
     values = saved.state
     check_adapters(path, values, state.run)
     if values.get("added_tokens", now := added_ids(state)) != now:
-        raise ConfigError(f"{path} trained the rows of other added tokens than this run adds; use the same tokenizer, or resume=never")
+        what = "trained the rows of other added tokens than this run adds"
+        raise ConfigError(f"{path} {what}; use the same tokenizer, or resume=never")
     check_start(path, values, state)
     saved.require(state.trained)
     saved.require_frozen(state.frozen)

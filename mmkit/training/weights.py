@@ -122,8 +122,10 @@ def check_scope(model: nn.Module, train: TrainConfig, components) -> list[dict]:
         layers = adapters.targets_of(model, train.lora, components, getattr(model, "head", None))
         whole = adapters.modules_to_save(model, train.lora.modules_to_save, layers)
         trained |= {component_of(f"{name}.weight", components) for name in (*layers, *whole)}
-        if twice := next((name for name in tables if any(f"{name}.".startswith(f"{other}.") for other in whole)), None):
-            raise ConfigError(f"lora.modules_to_save trains {twice} whole, train.new_tokens 'rows' only its added rows: take one of them")
+        for name in tables:
+            if any(f"{name}.".startswith(f"{other}.") for other in whole):
+                told = "train.new_tokens 'rows' only its added rows: take one of them"
+                raise ConfigError(f"lora.modules_to_save trains {name} whole, {told}")
     if not trained:
         raise ConfigError(f"train.trainable [] trains nothing in this model; its components are {', '.join(present)}")
     if idle := sorted(set(train.optimizer.lr_of) - trained):
@@ -155,10 +157,12 @@ def prepare_model(model: nn.Module, run: RunConfig, components, stored: Mapping[
     if run.model.kind == "vlm":
         ids, tables["added_tokens"] = added_rows(model, run)
         alone = train.new_tokens == "rows"
-        by_rows = [name for name, table in tables_of(model).items() if alone or not table.weight.requires_grad]
+        vocabulary = tables_of(model)
+        by_rows = [name for name, table in vocabulary.items() if alone or not table.weight.requires_grad]
         if alone:
             train_rows_alone(model, ids, reader(stored))
-        if train.lora and ids and by_rows:  # so that the adapter's folder carries them; a table that trains whole is in it as a module
+        # so that the adapter's folder carries them; a table that trains whole is in it as a module
+        if train.lora and ids and by_rows:
             model.peft_config[adapters.ADAPTER].trainable_token_indices = dict.fromkeys(by_rows, ids)
     if run.model.kind == "vlm" and train.bits == 16 and COMPUTE_DTYPE[train.precision]:
         keep_half(model.language, stored)
@@ -186,23 +190,27 @@ def added_rows(model: nn.Module, run: RunConfig) -> tuple[list[int], list[dict]]
     except (OSError, ValueError) as error:
         if alone:
             raise ConfigError(f"train.new_tokens 'rows': which rows are new is not known: {error}") from error
-        log.info("whether tokens are added is not known: %s", error)  # an export stands for itself; its source may be gone
+        # an export stands for itself, and its source may be gone
+        log.info("whether tokens are added is not known: %s", error)
         return [], []
     if not ids:
         if alone:
             raise ConfigError(
-                f"train.new_tokens 'rows', but no token is added to the {language.architecture['vocab_size']} of {language.source!r}: raise "
-                "model.language.architecture.vocab_size and name a model.language.tokenizer that has the new tokens, or take 'all'"
+                f"train.new_tokens 'rows', but no token is added to the {language.architecture['vocab_size']} of "
+                f"{language.source!r}: raise model.language.architecture.vocab_size and name a "
+                "model.language.tokenizer that has the new tokens, or take 'all'"
             )
         return [], []
     tables = tables_of(model)
     kept = adapters.modules_to_save(model, train.lora.modules_to_save, ()) if train.lora else []
     whole = {id(p) for name in kept for p in model.get_submodule(name).parameters()}
     trained = "language" in train.trainable or any(id(table.weight) in whole for table in tables.values())
-    kinds = "these rows alone" if alone else "the whole table" if trained else "nothing; new_tokens=rows trains them"
+    trains = "these rows alone" if alone else "the whole table" if trained else "nothing; new_tokens=rows would"
     places = "export/model*.safetensors" + (" and export/adapter" if train.lora else "")
-    span = f"{ids[0]}-{ids[-1]}" if len(ids) > 1 and ids[-1] - ids[0] == len(ids) - 1 else ", ".join(map(str, ids))
-    return ids, [{"table": name, "added rows": len(ids), "ids": span, "trains": kinds, "kept in": places} for name in tables]
+    in_a_row = len(ids) > 1 and ids[-1] - ids[0] == len(ids) - 1
+    shown = f"{ids[0]}-{ids[-1]}" if in_a_row else ", ".join(map(str, ids))
+    row = {"added rows": len(ids), "ids": shown, "trains": trains, "kept in": places}
+    return ids, [{"table": name} | row for name in tables]
 
 
 def started_with(state: TrainState) -> dict[str, str]:
@@ -252,7 +260,8 @@ def start_digests(model: nn.Module, stored: Mapping[str, Stored], backend: Backe
     """
     parameters, buffers, kept = dict(model.named_parameters()), dict(model.named_buffers()), model.state_dict()
     trained = {name for name, tensor in parameters.items() if tensor.requires_grad}
-    trained |= {f"{path}.base_layer.weight" for path in row_tables(model)} & parameters.keys()  # with their rows, in exports
+    # an export has the rows of added tokens in their tables
+    trained |= {f"{path}.base_layer.weight" for path in row_tables(model)} & parameters.keys()
     moving = trained_buffers(model)
     everything = parameters | {name: buffer for name, buffer in buffers.items() if name in kept and name not in moving}
     codes = (torch.uint8, torch.int8)  # quantised on another device they may be others; what they were made of counts

@@ -20,30 +20,35 @@ from mmkit.models.merging import Merging
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 OTHERS = "non_lora_trainables.bin"
-TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"  # peft's name for the rows of chosen tokens; their values, not differences
+TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"  # of chosen tokens, in peft: their values, not differences
 _LORA = re.compile(r"^(?P<layer>.+)\.lora_(?P<part>A|B|magnitude)(?:_vector)?(?:\.default)?(?:\.weight)?$")
 
 # Of peft's LoraConfig (0.21): what the merge reads, and what says nothing about the merged weights.
 # Everything else that is set changes what an adapted layer computes (a bias, a product of its own, layers
 # used twice), and would be lost without a word.
-_MERGED = ("lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "trainable_token_indices", "modules_to_save", "init_lora_weights")
-_NEUTRAL = (
-    "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "task_type", "inference_mode",
-    "r", "rank_pattern",  # the rank is the tensors' own
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "ensure_weight_tying",
-    "megatron_config", "megatron_core", "runtime_config", "qalora_group_size",
-    "loftq_config", "eva_config", "corda_config", "lora_ga_config",  # how the first values were found: init_lora_weights names it
+_MERGED = (
+    "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "init_lora_weights", "trainable_token_indices",
+    "modules_to_save",
 )  # fmt: skip
-_KEEPS_BASE = ("true", "false", "gaussian", "eva", "orthogonal", "mica")  # their first product is zero, or random and never taken off
-_CONVERTIBLE = ("pissa", "corda", "olora", "lora_ga")  # peft can turn these into ordinary adapters when it saves them
+_NEUTRAL = (
+    "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "task_type",
+    "inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout",
+    "ensure_weight_tying", "megatron_config", "megatron_core", "runtime_config", "qalora_group_size",
+    "r", "rank_pattern",  # the rank is the tensors' own
+    # how the first values were found: init_lora_weights names it
+    "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+)  # fmt: skip
+# first values whose product is zero, or is not taken off the base
+_KEEPS_BASE = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
+_CONVERTIBLE = ("pissa", "corda", "olora", "lora_ga")  # peft can save these as ordinary adapters
 
 
 class Adapter(NamedTuple):
     """What a peft folder holds, by the names of the model it belongs to."""
 
-    halves: dict[str, dict[str, Tensor]]  # layer -> {"A": (r, in), "B": (out, r)}, with DoRA {"magnitude": (out,)} too
+    halves: dict[str, dict[str, Tensor]]  # layer -> A (r, in), B (out, r), with DoRA magnitude (out,)
     whole: dict[str, Tensor]  # tensors that stand in place of the base's: modules_to_save
-    rows: dict[str, tuple[list[int], Tensor]]  # table -> token ids and their rows (n, D): trainable_token_indices
+    rows: dict[str, tuple[list[int], Tensor]]  # table -> token ids, their rows (n, D)
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:
@@ -57,20 +62,20 @@ def adapter_config(folder: Path) -> dict[str, Any]:
         # pissa, pissa_niter_4, corda, olora, loftq, lora_ga take the adapter's first product off the base
         # (peft/tuners/lora/layer.py), so the adapter fits that other base alone
         saved = (
-            "save it again with peft's save_pretrained(..., path_initial_model_for_weight_conversion=FIRST_VALUES), which makes it an "
-            "ordinary adapter, or " if kind.startswith(_CONVERTIBLE) else ""
+            "save it again with peft's save_pretrained(..., path_initial_model_for_weight_conversion=FIRST_VALUES), "
+            "which makes it an ordinary adapter, or " if kind.startswith(_CONVERTIBLE) else ""
         )  # fmt: skip
         raise InputError(
-            f"{folder}: adapter_config.json has init_lora_weights = {start!r}, which changes the base weights before training, so the "
-            f"adapter does not fit the base as published; {saved}merge it with peft into the changed base that it was trained on "
-            "(merge_and_unload) and convert the result"
+            f"{folder}: adapter_config.json has init_lora_weights = {start!r}, which changes the base weights "
+            f"before training, so the adapter does not fit the base as published; {saved}merge it with peft into "
+            "the changed base that it was trained on (merge_and_unload) and convert the result"
         )
-    known = {*_MERGED, *_NEUTRAL}
-    if active := [name for name, value in config.items() if name not in known and value not in (None, False, "", "none", [], {})]:
-        raise InputError(
-            f"{folder}: adapter_config.json has {active[0]} = {config[active[0]]!r}, which cannot be merged here; merge it with peft first "
-            "(merge_and_unload) and convert the result"
-        )
+    for name, value in config.items():
+        if name not in (*_MERGED, *_NEUTRAL) and value not in (None, False, "", "none", [], {}):
+            raise InputError(
+                f"{folder}: adapter_config.json has {name} = {value!r}, which cannot be merged here; merge it with "
+                "peft first (merge_and_unload) and convert the result"
+            )
     return config
 
 
@@ -93,15 +98,15 @@ def read_adapter(folder: Path) -> Adapter:
             if isinstance(chosen, dict):
                 chosen = next((ids for key, ids in chosen.items() if f".{layer}".endswith(f".{key}")), [])
             if len(chosen) != len(tensor):
-                raise InputError(f"{file}: {name} has {len(tensor)} rows, trainable_token_indices names {len(chosen)} tokens")
+                told = f"{len(tensor)} rows, trainable_token_indices names {len(chosen)} tokens"
+                raise InputError(f"{file}: {name} has {told}")
             out.rows[f"{layer}.weight"] = list(chosen), tensor
         elif "lora_" in name:
             raise InputError(f"{file}: {name} is no {'DoRA' if len(parts) > 2 else 'LoRA'} weight")
         else:
             out.whole[name] = tensor
-    halves = out.halves
-    complete = {layer for layer, found in halves.items() if set(found) == parts and all(part.numel() for part in found.values())}
-    if broken := sorted(set(halves) - complete):
+    whole = {layer: [half for half in found.values() if half.numel()] for layer, found in out.halves.items()}
+    if broken := sorted(layer for layer, found in whole.items() if len(found) < len(parts)):
         raise InputError(
             f"{file}: {len(broken)} layers lack a half or have an empty one (a ZeRO-3 save without gathering?): "
             f"{', '.join(broken)}"
@@ -117,24 +122,27 @@ def merged(folder: Path, base: Path, dtype: torch.dtype | None = None) -> Iterat
     """
     adapter = read_adapter(folder)
     others = dict(files.tensors(folder / OTHERS)) if (folder / OTHERS).is_file() else {}
-    others = adapter.whole | {name.removeprefix("base_model.model."): tensor for name, tensor in others.items()}
-    halves, rows = adapter.halves, adapter.rows
-    merging, left = Merging(halves, adapter_config(folder), str(folder), dtype), {*(f"{layer}.weight" for layer in halves), *rows}
+    others = {name.removeprefix("base_model.model."): tensor for name, tensor in others.items()}
+    halves, rows, others = adapter.halves, adapter.rows, adapter.whole | others
+    merging = Merging(halves, adapter_config(folder), str(folder), dtype)
+    left = {*(f"{layer}.weight" for layer in halves), *rows}
     for name, tensor in files.tensors(base):
         if name in others:
             continue
-        if name in left and name in rows:
+        if name in rows:
             ids, new = rows[name]
             if max(ids, default=0) >= len(tensor):
                 raise InputError(
-                    f"{folder}: {name} has rows for tokens up to {max(ids)}, the base {base} has {len(tensor)}: grow its vocabulary first, "
-                    "as it was grown for training (resize_token_embeddings of transformers)"
+                    f"{folder}: {name} has rows for tokens up to {max(ids)}, the base {base} has {len(tensor)}: grow "
+                    "its vocabulary first, as it was grown for training (resize_token_embeddings of transformers)"
                 )
             tensor = tensor.to(dtype or tensor.dtype, copy=True)
             tensor[ids] = new.to(tensor.dtype)
-        yield name, merging.fold(name.removesuffix(".weight"), tensor) if name in left and name not in rows else tensor
+        elif name in left:
+            tensor = merging.fold(name.removesuffix(".weight"), tensor)
+        yield name, tensor
         left.discard(name)
     if left:
-        layers = sorted(name.removesuffix(".weight") for name in left)
-        raise InputError(f"{folder}: {len(layers)} adapted layers have no weight in the base: {', '.join(layers)}")
+        layers = ", ".join(sorted(name.removesuffix(".weight") for name in left))
+        raise InputError(f"{folder}: {len(left)} adapted layers have no weight in the base: {layers}")
     yield from others.items()
