@@ -417,7 +417,7 @@ def _write_shards(options: argparse.Namespace) -> None:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from mmkit.evaluation.scoring import check_tasks
+    from mmkit.evaluation.scoring import check_documents
     from mmkit.launch.preflight import preflight
     from mmkit.notebook.scoring import score
 
@@ -425,10 +425,10 @@ def _eval(options: argparse.Namespace) -> int:
     run = run_of(options)
     wanted = {name.replace(".", "__"): value for name, value in named.items() if value is not None}
     run = changed(run, "the command line", **wanted) if wanted else run
-    check_tasks(run)
+    looked = check_documents(run)
     report = preflight(run)
     print(report if run.dry_run else f"scored with: {report.plan.scored_with}")
-    print(score(run))
+    print(score(run, looked))
     return 0
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from mmkit.config import ConfigError
 from mmkit.data.tar_writer import ShardWriter
 from mmkit.evaluation import collections
-from mmkit.evaluation.clip_sets import check_names, during_training, open_set, results_of, score
+from mmkit.evaluation.clip_sets import check_names, during_training, look, open_set, results_of, score
 from mmkit.evaluation.runner import Result
 from mmkit.evaluation.tasks import clip_demo
 from mmkit.evaluation.tasks.clip_demo import Towers
@@ -134,7 +134,7 @@ def test_sets_and_collections_are_tasks_beside_what_the_public_models_reached(ro
     assert 0.9 < classes.controls["laion2b_l14"]["metrics"]["acc1"] < 1 and classes.metrics.keys() == {"acc1", "mean_per_class_recall"}
     assert classes.interval == pytest.approx((0.7009, 1.0), abs=1e-4) and classes.n == classes.n_total  # 9 of 9: Wilson
     with pytest.raises(ConfigError, match="whole or not at all"):
-        results_of(["stl10"], towers(), limit=2)
+        look(["stl10"], limit=2)
     *_, precision, average = results_of(["few"], towers(), batch=2)
     assert precision.interval is None and (average.task, average.n, average.score) == ("few", 2, 1.0)
     assert average.controls["openai_l14"]["metrics"] == {"acc1": 0.9938}  # stl10's: multi-label sets are left out
