@@ -7,10 +7,12 @@ so ``--help`` is quick. A user's error is one message and exit code 2; everythin
 from __future__ import annotations
 
 import argparse
+import glob
 import importlib.metadata
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,13 +23,15 @@ from mmkit.foreign_names import ours
 from mmkit.launch.launch import ERROR_PREFIX, tell
 from mmkit.listing import EXAMPLES, LISTS
 from mmkit.notebook.parameters import quiet
-from mmkit.presets import read_mapping
+from mmkit.presets import read_mapping, workspace
 from mmkit.run_options import add_machine, add_run_options, run_of, target_options
 from mmkit.storage import is_remote
 from mmkit.values import checked, names_of, read_yaml
 
 if TYPE_CHECKING:
     from mmkit.data.check import Report
+
+TYPED = ("config", "file", "images", "pattern", "source", "base", "notebook", "parameters", "start_from")  # options that name files to read
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if rest:
             _refuse(rest, vars(options).keys() - {"run_command", "fixed_stage"})
+        start_at_root(options)
         return options.run_command(options) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -54,6 +59,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         tell(error)
         return 2
+
+
+def start_at_root(options: argparse.Namespace) -> None:
+    """Makes the checkout's root the working folder, so that a relative path means the same file here, under papermill and in a notebook
+    (`notebook.parameters.begin`). Outside a checkout nothing changes. What was typed as the name of a file that lies in the folder the
+    shell is in, by completion for instance, is that file."""
+    root = workspace()
+    if root == Path.cwd():
+        return
+    for name in TYPED:
+        text = getattr(options, name, None)
+        if text and not is_remote(text) and (Path(text).exists() or glob.glob(re.sub(r"{.*?}", "*", text))):
+            setattr(options, name, os.path.abspath(text))
+    os.chdir(root)
 
 
 def _refuse(words: list[str], options: Iterable[str]) -> None:
@@ -472,5 +491,5 @@ def _notebook_run(options: argparse.Namespace) -> int:
 def read_values(path: str) -> dict[str, Any]:
     """Parameters out of a YAML or JSON file; ConfigError where it holds no mapping."""
     if not Path(path).is_file():
-        raise ConfigError(f"no parameter file {path}")
+        raise ConfigError(f"no parameter file {Path(path).absolute()}")
     return {str(name): value for name, value in read_mapping(Path(path)).items()}

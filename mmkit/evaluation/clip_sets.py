@@ -59,7 +59,7 @@ def folder_of(name: str, root: str) -> str:
     """Where a task's set lies: ``root`` with ``{dataset}`` filled in, or ``root/wds_NAME`` as clip-benchmark
     names its sets.
     """
-    slug = name.replace("/", "-")
+    slug, root = name.replace("/", "-"), Store(root).path()
     return root.format(dataset=slug) if "{dataset}" in root else f"{root.rstrip('/')}/wds_{slug}"
 
 

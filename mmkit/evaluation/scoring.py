@@ -194,7 +194,7 @@ def export_of(run: RunConfig) -> str:
             check_parent(folder, found)
             return found
     stage = "pretrain" if isinstance(run.model, ClipConfig) else "finetune"
-    raise ConfigError(f"no export to score in {' or '.join(folders)}; {how_to_train(run, stage, 'make one with')}")
+    raise ConfigError(f"no export to score in {' or '.join(Store(each).path() for each in folders)}; {how_to_train(run, stage, 'make one with')}")
 
 
 HEADLINES: Mapping[str, tuple[str, ...]] = {

@@ -40,7 +40,7 @@ def available(name: str) -> None:
     if not path_of(name).is_file():
         raise ConfigError(
             f"task {name!r}: no documents at {path_of(name).absolute()}; write one JSON line a question of {BENCHMARKS[name].dataset} "
-            f"({BENCHMARKS[name].split}) with {', '.join(fields_of(name))}, or set MMKIT_EVAL_DATA"
+            f"({BENCHMARKS[name].split}) with {a_line_of(name)}, or set MMKIT_EVAL_DATA"
         )
 
 
@@ -48,6 +48,11 @@ def fields_of(name: str) -> dict[str, Kind]:
     """The fields that each line of a benchmark holds, with what they must be."""
     question = {} if BENCHMARKS[name].question else {"question": "text"}
     return {"key": "name", "image": "pictures"} | question | dict(BENCHMARKS[name].needs)
+
+
+def a_line_of(name: str) -> str:
+    """The fields of a line, for people."""
+    return ", ".join(fields_of(name) | ({} if BENCHMARKS[name].options is None else {"options": "options"}))
 
 
 def documents(name: str) -> tuple[Example, ...]:
@@ -77,7 +82,7 @@ def _read(name: str, path: Path, changed: int) -> tuple[Example, ...]:
         else:
             found.append(_example(name, row, path.parent))
     if faults:
-        raise InputError(f"{path.absolute()}: {listed(faults, n, 'documents')}. A line of {name} holds {', '.join(fields_of(name))}")
+        raise InputError(f"{path.absolute()}: {listed(faults, n, 'documents')}. A line of {name} holds {a_line_of(name)}")
     if fault := order_fault(name, found):
         raise InputError(f"{path.absolute()}: {fault}")
     return tuple(found)
