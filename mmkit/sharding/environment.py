@@ -61,12 +61,12 @@ def started_by(env: Mapping[str, str]) -> tuple[str, int]:
         own = env.get("RANK")
         return "torchrun", _number(env, "WORLD_SIZE", 0) if own else 1
     tasks = _number(env, "SLURM_STEP_NUM_TASKS", 1) if "SLURM_PROCID" in env else 1
-    for launcher, (rank, _, size, _) in MPI.items():
-        if rank not in env and size not in env:
+    for launcher, (place, _, size, _) in MPI.items():
+        if place not in env and size not in env:
             continue
         # srun speaks Hydra's protocol too (--mpi=pmi2) and then says the same twice; where the two differ, the step is that of an mpirun's
         # daemons, one on each host
-        same = (env.get(rank), env.get(size)) == (env.get("SLURM_PROCID"), env.get("SLURM_STEP_NUM_TASKS"))
+        same = (env.get(place), env.get(size)) == (env.get("SLURM_PROCID"), env.get("SLURM_STEP_NUM_TASKS"))
         if not same and _number(env, size, 0) != 1:
             return launcher, _number(env, size, 0)
     return ("SLURM", tasks) if tasks != 1 else ("", 1)

@@ -73,11 +73,11 @@ def check_own_devices(places: Sequence[tuple[str, str]]) -> None:
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, place in enumerate(places):
         ranks.setdefault(place, []).append(rank)
-    for (host, device), sharing in ranks.items():
-        if device and len(sharing) > 1:
+    for (host, serial), sharing in ranks.items():
+        if serial and len(sharing) > 1:
             here = [place for place in places if place[0] == host]
             raise ConfigError(
-                f"ranks {', '.join(map(str, sharing))} have one device of {host} ({device}): {len(here)} processes there see {len(set(here))} "
+                f"ranks {', '.join(map(str, sharing))} have one device of {host} ({serial}): {len(here)} processes there see {len(set(here))} "
                 "device(s). Start one process a device, or let each see its own (srun --gpus-per-task=1, or no CUDA_VISIBLE_DEVICES)"
             )
 
