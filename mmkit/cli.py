@@ -179,7 +179,7 @@ def _add_data(commands: Any) -> None:
     shards.add_argument("--format", choices=("csv", "llava", "parquet", "pack"), default="csv", help="of --from (default: csv)")
     shards.add_argument("--images", metavar="DIR", help="folder that relative image paths of --from start from")
     shards.add_argument("--samples", type=int, default=10_000, help="in one shard (default: 10000)")
-    shards.add_argument("--caption", default="txt", metavar="EXTENSION", help="of the captions' files to check (default: txt)")
+    shards.add_argument("--caption", default="txt", metavar="EXTENSION", help="of the captions' files to check, or json:FIELD (default: txt)")
     rule = ("KEY", "OP", "VALUE")
     shards.add_argument("--filter", nargs=3, action="append", default=[], metavar=rule, help="check under this rule, as punsafe '<=' 0.5")
     shards.add_argument("--decode", type=int, default=64, metavar="N", help="samples to open fully; more where faults are found (default: 64)")

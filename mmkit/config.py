@@ -7,18 +7,18 @@ impossible combination is a `ConfigError` that says which field, which value, wh
 
 from __future__ import annotations
 
-import html
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from mmkit import rules
 from mmkit.errors import ConfigError
 from mmkit.presets import merge, origin, preset_tree, read_mapping
-from mmkit.values import example, explain, hint, kinds_at, kinds_of, listed, names_of, nearest, parsed, yaml_lines
+from mmkit.values import Free, Settings, example, explain, hint, kinds_at, kinds_of, listed, names_of, nearest, parsed, shortened
 
 Stage = Literal["pretrain", "finetune", "eval"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -26,23 +26,10 @@ Component = Literal["language", "connector", "samplers", "regions", "encoders", 
 Digits = BeforeValidator(lambda value: int(value) if isinstance(value, str) and value.strip().isdigit() else value)  # for Literal numbers
 IMAGE_TOKEN_INDEX = -200  # stands for one image slot in input_ids; never a vocabulary id
 REGION_TOKEN_INDEX = -300  # stands for one region token in input_ids
+MOST_TRIED = 100_000  # batches of a device that a message looks through for ones that divide a batch
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(gt=0)]
 IGNORE_INDEX = -100  # a label that carries no loss
-
-
-class Settings(BaseModel):
-    """Base of all settings: frozen, unknown names refused. At the end of a cell they show, as YAML, what differs from the defaults."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
-
-    def __repr__(self) -> str:
-        tree = self.model_dump(mode="json", exclude_defaults=True)
-        return "\n".join((f"# {type(self).__name__}: {'what differs from the defaults' if tree else 'the defaults'}", *yaml_lines(tree)))
-
-    __str__ = __repr__
-
-    def _repr_html_(self) -> str:
-        every = html.escape(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
-        return f"<pre>{html.escape(str(self))}</pre><details><summary>all settings</summary><pre>{every}</pre></details>"
 
 
 class EncoderConfig(Settings):
@@ -52,7 +39,7 @@ class EncoderConfig(Settings):
     side: int = Field(gt=0)  # token grid handed to the connector is side x side
     resolution: int | None = Field(None, gt=0)  # pixels; None = the table's own
     weights: str | None = None  # local folder or file; None = the table's source, "random" = untrained
-    architecture: dict[str, Any] | None = None  # sizes of a small twin, in the encoder family's own field names
+    architecture: dict[str, Free] | None = None  # sizes of a small twin, in the encoder family's own field names
     standardise: bool = False  # channels shifted and scaled by the table's measured statistics
 
 
@@ -60,11 +47,11 @@ class ConnectorConfig(Settings):
     """What turns encoder grids into language-model tokens (reference: Cambrian-1 section 3, LLaVA-1.5)."""
 
     kind: Literal["sva", "mlp", "linear", "identity"] = "sva"  # SVA, an MLP, one linear layer, or the grid as it is
-    width: int = 1024  # V, `vision_hidden_size`
-    heads: int = 16  # of each SVA layer's attention
+    width: int = Field(1024, gt=0)  # V, `vision_hidden_size`
+    heads: int = Field(16, gt=0)  # of each SVA layer's attention
     layer: Literal["joint", "separate"] = "joint"  # of SVA: one attention over all encoders (published), or one each, mixed
     depth: int = Field(3, ge=1)  # SVA layers, or linear layers of the MLP
-    query_sides: tuple[int, ...] = (24,)  # one learned query a group, on a grid of this side
+    query_sides: tuple[Count, ...] = Field((24,), min_length=1)  # one learned query a group, on a grid of this side
     grid_side: int | None = Field(None, gt=0)  # of the grid the language model sees; None = the largest query side
     newline: bool = True  # one learned token after each row of the grid
     match_embeddings: bool = False  # an untrained connector starts with tokens centred and spread like text embeddings
@@ -82,12 +69,12 @@ class RegionConfig(Settings):
     """Region features (Ferret): spatial-aware sampler ``geo`` or the mean of points ``mean``."""
 
     kind: Literal["geo", "mean"] = "geo"  # spatial-aware sampler, or the mean of the region's points
-    n_points: int = 512  # points drawn in a region
-    n_sub_points: tuple[int, ...] = (128, 32)  # points left after each stage of the sampler
-    n_neighbors: tuple[int, ...] = (24, 24)  # neighbours pooled around each, a stage
+    n_points: int = Field(512, gt=0)  # points drawn in a region
+    n_sub_points: tuple[Count, ...] = Field((128, 32), min_length=1)  # points left after each stage of the sampler
+    n_neighbors: tuple[Count, ...] = Field((24, 24), min_length=1)  # neighbours pooled around each, a stage
     pool: Literal["max", "mean"] = "max"  # over neighbours
     transposed: bool = False  # True reads features at (y, x) as the published weights expect
-    encoder: int = 0  # which encoder's unprojected grid is sampled
+    encoder: int = Field(0, ge=0)  # which encoder's unprojected grid is sampled
     token: str = "<region_fea>"  # of the text, that a region's features replace
 
 
@@ -95,7 +82,7 @@ class LanguageConfig(Settings):
     """A Hugging Face causal language model."""
 
     source: str  # hub id, local folder, "pack:smollm2" (offline demo weights) or "random"
-    architecture: dict[str, Any]  # transformers config fields incl. model_type: full size without a download
+    architecture: dict[str, Free]  # transformers config fields incl. model_type: full size without a download
     tokenizer: str | None = None  # hub id, folder, "pack:smollm2", "bytes" (offline, for debug twins); None = source
     stop_tokens: tuple[str, ...] = ()  # end-of-turn strings that stop generation besides eos
     padding_side: Literal["left", "right"] = "right"  # of a row's padding
@@ -135,13 +122,13 @@ class ClipConfig(Settings):
 
     kind: Literal["clip"] = "clip"  # a contrastive model
     name: str  # open_clip model name, or a name defined by `architecture`
-    architecture: dict[str, Any] | None = None  # an open_clip JSON config, for models open_clip does not list
+    architecture: dict[str, Free] | None = None  # an open_clip JSON config, for models open_clip does not list
     weights: str | None = None  # open_clip pretrained tag, file, or None for untrained
     tower_packs: tuple[str, ...] = ()  # offline weights for towers: "lite0" (image), "minilm" (text)
     lock_image: bool = False  # the image tower stays frozen
-    lock_image_unlocked_groups: int = 0  # its last groups of layers that are trained all the same
+    lock_image_unlocked_groups: int = Field(0, ge=0)  # its last groups of layers that are trained all the same
     lock_text: bool = False  # the text tower stays frozen
-    lock_text_unlocked_layers: int = 0  # its last layers that are trained all the same
+    lock_text_unlocked_layers: int = Field(0, ge=0)  # its last layers that are trained all the same
     patch_dropout: float = Field(0.0, ge=0, lt=1)  # fraction of patches left out while training
     context_length: int | None = Field(None, gt=2)  # text tokens of a caption; None = the architecture's
     token_reduction: Literal["simple", "random", "shuffle", "syntax"] | None = None  # how longer captions are cut; None = their end
@@ -160,7 +147,7 @@ class FilterRule(Settings):
 
     key: str  # a field of the sample's json
     op: Literal["<", "<=", ">", ">=", "==", "!=", "in", "not in"]  # how the field is compared
-    value: Any  # with what
+    value: Free  # with what
     if_missing: Literal["keep", "drop"] = "drop"  # a sample without the field
 
 
@@ -187,7 +174,7 @@ class DataConfig(Settings):
     mixture_root: str = "data"  # folder of its files: ROOT/NAME.jsonl, picture paths start from ROOT/images
     validation: tuple[SourceConfig, ...] = ()  # held-out sources of eval_loss, read whole every train.eval_every steps
     max_length: int = Field(2048, gt=0)  # tokens of one row, image slots included
-    buckets: tuple[int, ...] = ()  # static row lengths; empty = only max_length
+    buckets: tuple[Count, ...] = ()  # static row lengths; empty = only max_length
     max_images: int = Field(1, ge=1)  # image places of one row
     max_regions: int = Field(0, ge=0)  # region places of one row
     pack: bool = False  # several conversations share one row
@@ -201,7 +188,7 @@ class DataConfig(Settings):
     resampled: bool = False  # tar shards drawn with replacement
     samples_per_epoch: int | None = Field(None, gt=0)  # virtual epoch; None = the data's size
     caption_key: str = "txt"  # file ending of captions in tar shards, or json:FIELD
-    augment_scale: tuple[float, float] = (0.9, 1.0)  # RandomResizedCrop of contrastive training
+    augment_scale: tuple[Fraction, Fraction] = (0.9, 1.0)  # RandomResizedCrop of contrastive training
 
 
 class LoraConfig(Settings):
@@ -320,8 +307,8 @@ class Chosen(Settings):
     """One decision of `mmkit.launch.choose`."""
 
     setting: str  # its full name
-    asked: Any  # the value before, which config.yaml keeps
-    value: Any  # the value on the machine
+    asked: Free  # the value before, which config.yaml keeps
+    value: Free  # the value on the machine
     why: str  # in one line
 
 
@@ -341,7 +328,7 @@ class RunConfig(Settings):
     stage: Stage  # what is done with it
     name: str = "default"  # of this run among those of its preset and stage
     root: str = "runs"  # folder or URL of all runs
-    seed: int = 0  # of weights, order and augmentation
+    seed: int = Field(0, ge=0, lt=2**63)  # of weights, order and augmentation
     dry_run: bool = False  # build and check everything, train nothing
     resume: str = "auto"  # auto, never, a checkpoint's path, or step-N, epoch-N: this run's checkpoint there or the last before
     start_from: str | None = None  # run folder or export to start weights from; None = the stage before, where there is one
@@ -365,7 +352,8 @@ class RunConfig(Settings):
         batch, one_pass = self.train.global_batch, self.train.device_batch * self.devices
         if batch % one_pass:
             lower, own = max(batch // one_pass, 1) * one_pass, self.train.device_batch
-            fits = sorted((n for n in range(1, batch + 1) if batch % (n * self.devices) == 0), key=lambda n: abs(n - own))[:2]
+            tried = range(1, min(batch, MOST_TRIED) + 1)
+            fits = sorted((n for n in tried if batch % (n * self.devices) == 0), key=lambda n: abs(n - own))[:2]
             told = f"device_batch {own} x {self.devices} devices = {one_pass}; use {lower} or {lower + one_pass}"
             raise ConfigError(f"global_batch {batch} does not divide by {told}{''.join(f', or device_batch {n}' for n in fits)}")
         return batch // one_pass
@@ -380,12 +368,13 @@ class RunConfig(Settings):
     def resolved(self) -> bool:
         """Whether nothing is left to be chosen for a machine."""
         kind, spread = self.backend.kind, self.backend.processes is not None
-        return bool(self.chosen) or kind in ("single", "xla") or (kind != "auto" and spread)
+        return kind in ("single", "xla") or (kind != "auto" and (spread or bool(self.chosen)))
 
 
 # ---------------------------------------------------------------- text -> RunConfig, in this one place
 
 STAGES: tuple[str, ...] = typing.get_args(Stage)
+SHOWN = 10  # faults of one config that a message names
 
 
 def load(model: str = "tiny", stage: str = "pretrain", overrides: dict[str, Any] | None = None, source: str = "overrides") -> RunConfig:
@@ -394,17 +383,31 @@ def load(model: str = "tiny", stage: str = "pretrain", overrides: dict[str, Any]
     ``overrides`` maps a dotted path (``train.optimizer.lr``) or its unique last name to a value or text; ``source`` is their origin.
     """
     if str(stage) not in STAGES:
-        raise ConfigError(f"no stage {stage!r}{nearest(stage, STAGES)}; stages are {', '.join(STAGES)}")
+        raise ConfigError(f"no stage {shortened(stage)}{nearest(stage, STAGES)}; stages are {', '.join(STAGES)}")
     tree = preset_tree(str(model))
     stages = tree.pop("stages", None) or {}
-    if unknown := set(stages) - set(STAGES):
-        raise ConfigError(f"{origin(str(model))}: no stage {min(unknown)!r}{nearest(min(unknown), STAGES)}")
-    tree = merge(tree, stages.get(stage) or {}) | {"preset": str(model), "stage": stage}
+    if not isinstance(stages, dict) or any(section is not None and not isinstance(section, dict) for section in stages.values()):
+        raise ConfigError(f"{origin(str(model))}: stages = {shortened(stages)}: a mapping is wanted, as {{finetune: {{train: {{...}}}}}}")
+    if unknown := [name for name in stages if name not in STAGES]:
+        raise ConfigError(f"{origin(str(model))}: no stage {shortened(unknown[0])}{nearest(unknown[0], STAGES)}")
+    _check_sections(tree, origin(str(model)))
+    tree = merge(tree, stages.get(stage) or {}, origin(str(model))) | {"preset": str(model), "stage": stage}
     paths = [_assign(tree, name, value, source) for name, value in (overrides or {}).items()]
-    _pin(tree, paths)
-    run = _validate(tree, origin(str(model)) + (f" with {source}" if overrides else ""))
+    run = _validate(tree, origin(str(model)) + (f" with {source}" if overrides else ""), paths)
     rules.check_read(run, paths, source)
     return run
+
+
+def _check_sections(tree: dict[str, Any], source: str, above: tuple[str, ...] = ()) -> None:
+    """ConfigError where a section that may not be left out is no mapping: ``train:`` with all its lines commented out is null, and would
+    hide what the base says without a word once a stage lays its own settings over it."""
+    for key, value in tree.items():
+        kinds = kinds_at(RunConfig, (*above, key))
+        if kinds and all(isinstance(kind, type) and issubclass(kind, Settings) for kind in kinds):
+            if not isinstance(value, dict):
+                wanted = f"a mapping of settings is wanted, as {example(kinds)}; leave it out to keep what it is based on"
+                raise ConfigError(f"{'.'.join((*above, key))} = {shortened(value)} (from {source}): {wanted}")
+            _check_sections(value, source, (*above, key))
 
 
 def load_file(path: str | Path) -> RunConfig:
@@ -424,8 +427,7 @@ def changed(run: RunConfig, source: str = "", /, **values: Any) -> RunConfig:
     """
     tree, told = run.model_dump(mode="json"), source or "code"
     paths = [_assign(tree, name.replace("__", "."), value, told) for name, value in values.items()]
-    _pin(tree, paths)
-    new = _validate(tree, told)
+    new = _validate(tree, told, paths)
     if source:
         rules.check_read(new, paths, source)
     return new
@@ -439,19 +441,12 @@ def asked(run: RunConfig) -> RunConfig:
     return _validate(tree, "code")
 
 
-def _pin(tree: dict[str, Any], paths: list[tuple[str, ...]]) -> None:
-    """Settings given by name are final: none of them is chosen for a machine, and none is put back by `asked`."""
-    own = [name for name in rules.CHOOSABLE if any(f"{name}.".startswith(f"{'.'.join(path)}.") for path in paths)]
-    tree["pinned"] = sorted({*tree.get("pinned", ()), *own})
-    tree["chosen"] = [row for row in tree.get("chosen", ()) if row["setting"] not in own]
-
-
 def setting_path(name: str, source: str = "overrides") -> tuple[str, ...]:
     """The full path of a setting given by its path or by its unique last name; ConfigError otherwise.
 
     What lies inside a free mapping may be named too: ``train.optimizer.lr_of.text``, ``lr_of.text``.
     """
-    known = names_of(RunConfig)
+    name, known = str(name), names_of(RunConfig)
     inside = [path for path, kind in known.items() if any(typing.get_origin(each) is dict for each in kinds_of(kind))]
     if name in known or any(name.startswith(path + ".") for path in inside):
         return tuple(name.split("."))
@@ -471,27 +466,34 @@ def setting_path(name: str, source: str = "overrides") -> tuple[str, ...]:
 def _assign(tree: dict, name: str, value: Any, source: str) -> tuple[str, ...]:
     """Puts a value, or text as the setting's type reads it, at the setting's path, which is returned."""
     path = setting_path(name, source)
-    for key in path[:-1]:
-        tree[key] = dict(tree.get(key) or {})
-        tree = tree[key]
+    for place, key in enumerate(path[:-1], 1):
+        if not isinstance(inside := tree.get(key) or {}, dict):
+            raise ConfigError(f"{name} (from {source}): {'.'.join(path[:place])} is {shortened(inside)}, which holds no settings")
+        tree[key] = tree = dict(inside)
     tree[path[-1]] = parsed(value, kinds_at(RunConfig, path), f"{name} (from {source})")
     return path
 
 
-def _validate(tree: dict[str, Any], source: str) -> RunConfig:
+def _validate(tree: dict[str, Any], source: str, given: Iterable[tuple[str, ...]] = ()) -> RunConfig:
+    """The run of a tree. Settings ``given`` by name are final: none is chosen for a machine, and none is put back by `asked`."""
     try:
         run = TypeAdapter(RunConfig).validate_python(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(problem, source) for problem in error.errors())) from None
+        problems = error.errors()
+        more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        raise ConfigError("\n".join([_explain(problem, source) for problem in problems[:SHOWN]] + more)) from None
+    own = [name for name in rules.CHOOSABLE if any(f"{name}.".startswith(f"{'.'.join(path)}.") for path in given)]
+    chosen = tuple(row for row in run.chosen if row.setting not in own)
+    run = run.model_copy(update={"pinned": tuple(sorted({*run.pinned, *own})), "chosen": chosen})
     rules.check(run, source)
     return run
 
 
 def _explain(problem: dict, source: str) -> str:
     loc = [part for part in problem["loc"] if part not in ("vlm", "clip", "[key]")]
-    path, name = ".".join(map(str, loc)), str(loc[-1]) if loc else ""
+    path, name = shortened(".".join(map(str, loc)), quoted=False), str(loc[-1]) if loc else ""
     if problem["type"] == "extra_forbidden":
         section = [field for kind in kinds_at(RunConfig, loc[:-1]) if hasattr(kind, "model_fields") for field in kind.model_fields]
         return f"no setting {path!r} (from {source}){hint(name, section if section else names_of(RunConfig))}"
-    shown = "" if isinstance(problem["input"], dict) else f" = {problem['input']!r}"
+    shown = "" if isinstance(problem["input"], dict) else f" = {shortened(problem['input'])}"
     return f"{path or 'run'}{shown} (from {source}): {explain(problem, kinds_at(RunConfig, loc), name)}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mmkit.errors import ConfigError
-from mmkit.values import nearest, read_yaml
+from mmkit.values import nearest, read_yaml, shortened
 
 _FOLDER = Path(__file__).resolve().parent  # a wheel carries params/ inside the package, a checkout beside it
 PARAMS = _FOLDER.joinpath("params" if (_FOLDER / "params").is_dir() else "../params").resolve()  # the kit's own
@@ -54,7 +54,14 @@ def origin(name: str) -> str:
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """The mapping that a YAML file holds, empty for an empty file; ConfigError where it holds something else."""
-    tree = read_yaml(path.read_text(encoding="utf8"), str(path))
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        place = f"byte {error.object[error.start]:#x} at {error.start}"
+        raise ConfigError(f"{path} is not UTF-8 ({place}); save it as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    tree = read_yaml(text, str(path))
     if not isinstance(tree or {}, dict):
         raise ConfigError(f"{path} holds a {type(tree).__name__}; write one `name: value` a line")
     return tree or {}
@@ -64,17 +71,25 @@ def preset_tree(name: str, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The file's tree over its base's. A user's file whose base has its own name stands on the kit's file of that name."""
     files = params_files("*.yaml")
     if name not in files:
-        raise ConfigError(f"no model {name!r}{nearest(name, files)}; models are {', '.join(presets())}")
+        raise ConfigError(f"no model {shortened(name)}{nearest(name, files)}; models are {', '.join(presets())}")
     path = next((file for file in files[name] if file not in chain), None)
     if path is None:
         raise ConfigError(f"params: base files form a ring: {' -> '.join((*(file.stem for file in chain), name))}")
     tree = read_mapping(path)
-    return merge(preset_tree(str(base), (*chain, path)), tree) if (base := tree.pop("base", None)) else tree
+    base = tree.pop("base", None)
+    if isinstance(base, bool | dict | list):
+        raise ConfigError(f"{path}: base = {shortened(base)}: the name of a model is wanted, as {{base: tiny}}")
+    return merge(preset_tree(str(base), (*chain, path)), tree, str(path)) if base not in (None, "") else tree
 
 
-def merge(below: dict, above: dict) -> dict:
-    """``above`` laid over ``below``: mappings merge, everything else is replaced; ``{replace: true}`` replaces a mapping."""
+def merge(below: dict, above: dict, source: str) -> dict:
+    """``above``, which is from ``source``, laid over ``below``: mappings merge, everything else is replaced;
+    ``{replace: true}`` replaces a mapping. ConfigError where a mapping would cover a value that is none."""
+    mappings = [key for key, value in above.items() if isinstance(value, dict)]
+    if lost := [key for key in mappings if not isinstance(below.get(key), dict | None)]:
+        covered = f"{lost[0]} = {shortened(below[lost[0]])}"
+        raise ConfigError(f"{covered}, over which {source} lays a mapping of settings; correct one of them")
     if above.get("replace") is True:
         return {key: value for key, value in above.items() if key != "replace"}
     both = [key for key, value in above.items() if isinstance(value, dict) and isinstance(below.get(key), dict)]
-    return below | above | {key: merge(below[key], above[key]) for key in both}
+    return below | above | {key: merge(below[key], above[key], source) for key in both}

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from mmkit.errors import ConfigError
+from mmkit.values import shortened
 
 if TYPE_CHECKING:
     from mmkit.config import RunConfig, VlmConfig
@@ -41,14 +42,16 @@ def check(run: RunConfig, source: str) -> None:
         raise ConfigError(f"resume = {run.resume!r} (from {source}): write {word}; or step-N, epoch-N, a checkpoint's path")
     if run.train.tensorboard and "://" in run.root:
         raise ConfigError(
-            f"train.tensorboard with root = {run.root!r} (from {source}): TensorBoard's files are written to a disk only; metrics.jsonl, "
+            f"train.tensorboard with root = {shortened(run.root)} (from {source}): TensorBoard's files are written to a disk only; metrics.jsonl, "
             "which has the same numbers, goes to the bucket"
         )
     if run.model.kind == "clip" and run.evaluation.max_new_tokens is not None:
         raise ConfigError(
-            f"evaluation.max_new_tokens = {run.evaluation.max_new_tokens} (from {source}): {run.preset!r} is contrastive and generates no "
+            f"evaluation.max_new_tokens = {run.evaluation.max_new_tokens} (from {source}): {shortened(run.preset)} is contrastive and generates no "
             "text; leave it out"
         )
+    if run.data.augment_scale[0] > run.data.augment_scale[1]:
+        raise ConfigError(f"data.augment_scale = {run.data.augment_scale} (from {source}): the smaller area comes first, as [0.9, 1.0]")
     _ = run.accumulation if run.stage != "eval" and run.resolved else 1
 
 
@@ -56,7 +59,7 @@ def check_name(setting: str, name: str, source: str) -> None:
     """ConfigError for a name that would not be one folder: a run lies in ``root/preset/stage/name``."""
     if not NAME.fullmatch(name):
         raise ConfigError(
-            f"{setting} = {name!r} (from {source}): a name has letters a-z, digits, '.', '_' and '-', at most 100, "
+            f"{setting} = {shortened(name)} (from {source}): a name has letters a-z, digits, '.', '_' and '-', at most 100, "
             "and begins with a letter, a digit or '_', as lr-1e-4; another place for runs is set by root"
         )
 
@@ -87,7 +90,7 @@ def check_read(run: RunConfig, paths: Iterable[tuple[str, ...]], source: str) ->
         value, has = getattr(section, name), {key: getattr(section, key) for key in needs}
         could = has | {"kind": needs.get("kind")} if has.get("kind") == "auto" else has  # chosen among those that read it
         if could != needs and value != type(section).model_fields[name].default:
-            raise ConfigError(f"{'.'.join((*above, name))} = {value!r} (from {source}) is read with {needs} only, not {has}; leave it out")
+            raise ConfigError(f"{'.'.join((*above, name))} = {shortened(value)} (from {source}) is read with {needs} only, not {has}; leave it out")
     if run.stage == "eval":
         _check_scored_by(run, paths, source)
 
@@ -100,5 +103,5 @@ def _check_scored_by(run: RunConfig, paths: Iterable[tuple[str, ...]], source: s
         value, fine = getattr(run.backend, name), SCORED_BY.get(name, (fields[name].default,))
         if value not in fine:
             raise ConfigError(
-                f"backend.{name} = {value!r} (from {source}): scoring runs in one process on one device, by backend single or xla; leave it out"
+                f"backend.{name} = {shortened(value)} (from {source}): scoring runs in one process on one device, by backend single or xla; leave it out"
             )

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
+import html
+import json
 import re
 import textwrap
 import types
@@ -18,19 +20,24 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 
 from mmkit.errors import ConfigError
 from mmkit.foreign_names import our_value, ours
 
+LONGEST = 200  # characters of a value in a message
+_UNREADABLE = (  # what YAML and Python raise of `!!int x` or [[[[... besides errors of their own
+    ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError,
+)  # fmt: skip
 _NUMBER = ("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"))
 
 
 class Yaml(yaml.SafeLoader):
-    """YAML that takes 1e-4 for a number, as everybody writes it (YAML 1.1 wants 1.0e-4), and refuses a key that stands twice."""
+    """YAML that takes 1e-4 for a number, as everybody writes it (YAML 1.1 wants 1.0e-4), leaves a date text,
+    since no setting is one and ``name: 2024-05-01`` is a name, and refuses a key that stands twice."""
 
     yaml_implicit_resolvers = {
-        first: [_NUMBER, *yaml.SafeLoader.yaml_implicit_resolvers.get(first, [])] if first in "-+0123456789" else kinds
+        first: [_NUMBER] * (first in "-+0123456789") + [kind for kind in kinds if not kind[0].endswith(":timestamp")]
         for first, kinds in (dict.fromkeys("-+0123456789", ()) | yaml.SafeLoader.yaml_implicit_resolvers).items()
     }
 
@@ -44,15 +51,43 @@ class Yaml(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class Settings(BaseModel):
+    """Base of all settings: frozen, unknown names refused. At the end of a cell they show, as YAML, what
+    differs from the defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, tree: Any) -> Any:
+        """``steps: yes`` is no number, though Python counts true as 1: spelt out, it is refused as any text
+        in the place of one."""
+        if not isinstance(tree, dict):
+            return tree
+        known = cls.model_fields
+        return {name: _spelt(value, known[name].annotation) if name in known else value for name, value in tree.items()}
+
+    def __repr__(self) -> str:
+        tree = self.model_dump(mode="json", exclude_defaults=True)
+        return "\n".join((f"# {type(self).__name__}: {'what differs from the defaults' if tree else 'the defaults'}", *yaml_lines(tree)))
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        every = html.escape(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+        return f"<pre>{html.escape(str(self))}</pre><details><summary>all settings</summary><pre>{every}</pre></details>"
+
+
 def read_yaml(text: str, source: str) -> Any:
     """What ``text`` says in YAML; ConfigError names ``source``, and the line where there are several."""
     try:
-        return yaml.load(text, Yaml)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
+        return _plain(yaml.load(text, Yaml))  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, *_UNREADABLE) as error:
         mark = getattr(error, "problem_mark", None)
         place = f" (line {mark.line + 1})" if mark and "\n" in text else ""
-        shown = "" if "\n" in text else f" {text!r}"
-        raise ConfigError(f"{source}{place}:{shown} is no YAML: {getattr(error, 'problem', None) or error}") from None
+        shown = "" if "\n" in text else f" {shortened(text)}"
+        said = shortened(getattr(error, "problem", None) or str(error), quoted=False)
+        raise ConfigError(f"{source}{place}:{shown} is no YAML: {said}") from None
 
 
 def yaml_lines(tree: dict[str, Any], indent: str = "", room: int = 110) -> list[str]:
@@ -78,14 +113,49 @@ def _flow(value: Any) -> str:
     return text.strip().removesuffix("...").strip()  # the end mark that follows a bare scalar
 
 
+def _plain(value: Any) -> Any:
+    """The value itself; ValueError where it is not made of texts, numbers, truth values, lists and mappings
+    alone (a date, bytes, a set, a list that holds itself), of which config.yaml could not say what it is."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"holds more than texts, numbers, true, false, lists and mappings ({error})") from None
+    return value
+
+
+# keys become texts and tuples lists, as config.yaml will have them
+Free = Annotated[Any, AfterValidator(lambda value: json.loads(json.dumps(_plain(value))))]
+
+
+def _spelt(value: Any, annotation: Any) -> Any:
+    """``value`` with truth values as text where a number is wanted and none of them."""
+    kinds = kinds_of(annotation)
+    if isinstance(value, bool):
+        named = [type(each) for kind in kinds if typing.get_origin(kind) is Literal for each in typing.get_args(kind)]
+        numbers = {int, float} & {*kinds, *named} and not {bool, Any} & {*kinds, *named}
+        return str(value).lower() if numbers else value
+    inner = [typing.get_args(kind) for kind in kinds if typing.get_origin(kind) in (tuple, dict)]
+    if inner and isinstance(value, list | tuple):
+        return [_spelt(each, inner[0][0]) for each in value]
+    if inner and isinstance(value, dict):
+        return {key: _spelt(each, inner[0][-1]) for key, each in value.items()}
+    return value
+
+
+def shortened(value: Any, quoted: bool = True) -> str:
+    """A value for a message, at most `LONGEST` characters of it."""
+    text = repr(value) if quoted else str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text):,} characters)"
+
+
 def literal(text: str) -> Any:
     """Text that spells a list, tuple, set or mapping, in Python's or YAML's way, as its value; any other text as it is."""
     if not re.match(r"\s*[\[({]", text):
         return text.strip()
-    with contextlib.suppress(ValueError, SyntaxError):
+    with contextlib.suppress(SyntaxError, *_UNREADABLE):
         return ast.literal_eval(text.strip())
-    with contextlib.suppress(yaml.YAMLError):
-        return yaml.load(text, Yaml)  # noqa: S506 - a SafeLoader
+    with contextlib.suppress(yaml.YAMLError, *_UNREADABLE):
+        return _plain(yaml.load(text, Yaml))  # noqa: S506 - a SafeLoader
     return text
 
 
@@ -200,13 +270,12 @@ def checked(kind: type[BaseModel], values: dict[str, Any], source: str) -> Any:
     unknown = [name for name in values if name not in kind.model_fields]
     if unknown:
         raise ConfigError(
-            f"no option {unknown[0]!r} (from {source}){nearest(unknown[0], kind.model_fields)}; there are {', '.join(kind.model_fields)}"
+            f"no option {shortened(unknown[0])} (from {source}){nearest(unknown[0], kind.model_fields)}; there are {', '.join(kind.model_fields)}"
         )
     try:
         return kind(**values)
     except ValidationError as error:
         problem = error.errors()[0]
-        name = str(problem["loc"][0]) if problem["loc"] else ""  # no field where two do not fit
-        kinds = kinds_of(kind.model_fields[name].annotation) if name else [kind]
-        field = f"{name} = {problem['input']!r} (from {source})" if name else source
-        raise ConfigError(f"{field}: {explain(problem, kinds, name)}") from None
+        name = ".".join(map(str, problem["loc"]))  # no field where two do not fit
+        field = f"{name} = {shortened(problem['input'])} (from {source})" if name else source
+        raise ConfigError(f"{field}: {explain(problem, kinds_at(kind, problem['loc']), name)}") from None

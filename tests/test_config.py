@@ -6,6 +6,7 @@ import pytest
 
 from mmkit import config
 from mmkit.config import ConfigError, changed, load
+from mmkit.data.recipe import sources_of
 from mmkit.presets import presets
 
 PUBLISHED = ("8b", "13b", "34b", "phi3-3b", "ferret-7b", "ferret-13b", "ferret-7b-lora", "llava-7b", "llava-13b", "clip-vit-l-14")
@@ -328,3 +329,80 @@ def test_a_change_given_by_a_user_is_told_with_its_origin_and_refused_where_noth
     with pytest.raises(ConfigError, match=r"backend.strategy = 'fsdp' \(from the command line\) is read with"):
         changed(run, "the command line", backend__strategy="fsdp")
     assert changed(run, backend__strategy="fsdp").backend.strategy == "fsdp"
+
+
+# ---------------------------------------------------------------- values of another kind than they look
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"steps": True}, ["train.steps = 'true'", "a whole number is wanted"]),
+        ({"betas": [0.9, False]}, ["train.optimizer.betas.1 = 'false'", "a number is wanted"]),
+        ({"zero_stage": True}, ["backend.zero_stage", "none of 0, 1, 2 or 3"]),
+        ({"lr": float("inf")}, ["train.optimizer.lr = inf", "finite"]),
+        ({"lr": ".nan"}, ["train.optimizer.lr = '.nan'", "a number is wanted"]),
+        ({"model.connector.heads": 0}, ["model.connector.heads = 0", "greater than 0"]),
+        ({"query_sides": []}, ["model.connector.query_sides = []", "at least 1"]),
+        ({"seed": -1}, ["seed = -1"]),
+        ({"augment_scale": [1, 0.5]}, ["data.augment_scale = (1.0, 0.5)", "the smaller area comes first"]),
+        ({"model.language.architecture.hidden_size.x": 3}, ["hidden_size is 32, which holds no settings"]),
+        ({"train": 3, "train.steps": 4}, ["train.steps", "train is 3, which holds no settings"]),
+        ({"model.language.architecture.x": {1, 2}}, ["architecture.x", "holds more than texts, numbers"]),
+        ({"model.language.architecture.x": "!!int y"}, ["is no YAML"]),
+        ({"name": "x" * 5000}, ["5,002 characters"]),
+        ({"device_batch": 7, "global_batch": 10**15}, ["does not divide", "device_batch 8"]),
+    ],
+)
+def test_values_that_python_or_yaml_would_take_for_others_are_refused(overrides, words):
+    with pytest.raises(ConfigError) as error:
+        load("8b-debug", "finetune", overrides, "the command line")
+    for word in words:
+        assert word in str(error.value), str(error.value)
+
+
+def test_a_date_is_a_text_and_a_free_mapping_is_kept_as_config_yaml_writes_it(tmp_path):
+    given = {"name": "2024-05-01", "model.language.architecture.id2label": {0: "cat"}}
+    run = load("8b-debug", "finetune", given | {"model.language.architecture.released": "2024-02-30"})
+    (tmp_path / "config.yaml").write_text(config.to_yaml(run))
+    assert config.load_file(tmp_path / "config.yaml") == run and run.name == "2024-05-01"
+    assert run.model.language.architecture["id2label"] == {"0": "cat"} and run.model.language.architecture["released"] == "2024-02-30"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("base: tiny\nstages: [1]\n", r"stages = \[1\]: a mapping is wanted"),
+        ("base: tiny\nstages: {finetune: 3}\n", "stages = .*: a mapping is wanted"),
+        ("base: [tiny]\n", r"base = \['tiny'\]: the name of a model is wanted"),
+        ("base: no\n", "base = False: the name"),
+        ("base: tiny\ntrain: 3\n", "train = 3 .*a mapping of settings is wanted"),
+        ("base: tiny\ntrain:\n  # steps: 3\n", "train = None .*a mapping of settings is wanted.*leave it out"),
+        ("base: tiny\ntrain: {optimizer: }\n", "train.optimizer = None .*a mapping of settings is wanted"),
+        ("base: tiny\npinned: 3\n", "pinned = 3 .*a list is wanted"),
+        ("base: tiny\nname: caf\xe9\n", "is not UTF-8 .byte 0xe9 at 20.; save it as UTF-8"),
+        ("base: tiny\nx: &a [*a]\n", "is no YAML: holds more than texts"),
+        ("base: tiny\nx: " + "[" * 1000, "is no YAML"),
+    ],
+)
+def test_a_preset_file_of_another_form_is_one_message(own, text, words):
+    (own / "mine.yaml").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=words):
+        load("mine", "finetune")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("sources: [{name: a, category: b}]\nname: x", r"sources.0.samples = .*from .*mix.yaml.: is missing"),
+        ("name: x", "sources = .*is missing"),
+        ("name: x\nsources: 3", "sources = 3 .*a list is wanted"),
+        ("name: x\nsource: []", "no option 'source' .*did you mean 'sources'"),
+        ("name: x\nratios: {b: 0}\nsources: [{name: a, category: b, samples: 3}]", "ratios.b = 0 .*greater than 0"),
+    ],
+)
+def test_a_mixture_file_of_another_form_is_one_message(own, text, words):
+    (own / "mixtures").mkdir()
+    (own / "mixtures" / "mix.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        sources_of(config.DataConfig(mixture="mix"))

@@ -25,7 +25,8 @@ from mmkit.data.example import TOO_LONG, BadRecord, Example, ImageRef, checked, 
 from mmkit.data.images import ImageError, image_size, open_image
 from mmkit.data.mixture import Mixture, Source
 from mmkit.data.readers import open_source
-from mmkit.data.shards import ShardSource, inspect
+from mmkit.data.shards import ShardSource, damage, inspect
+from mmkit.data.tar_index import NOTED, WHOLE
 from mmkit.data.templates import TEMPLATES, Rendered, render
 
 SHOWN = 5  # examples named for each fault
@@ -179,14 +180,21 @@ class _Check:
         for index in source.indexes:
             for cause, n in index.counts.items():
                 if cause != "samples":
-                    self.report.left_out[cause] = self.report.left_out.get(cause, 0) + n
-                    self._show(cause, f"{index.url}: {index.message or '%d of %d samples' % (n, index.counts['samples'])}")
-        if streamed:
-            self.report.share = min(sum(index.bad for index in source.indexes) / max(source.counts["samples"], 1), 1.0)
-            try:
-                ShardLog().add(sorted(source.report(), key=lambda row: bool(row["message"])), self.report.max_bad_share)
-            except ValueError as error:
-                self.report.refused = str(error)
+                    counted = self.notes if cause in NOTED else self.report.left_out
+                    counted[cause] = counted.get(cause, 0) + n
+                    whole = index.message if cause in WHOLE else ""
+                    self._show(cause, f"{index.url}: {whole or '%d of %d samples' % (n, index.counts['samples'])}")
+            self.report.bad += index.bad_samples
+        for extension, n in source.unread.most_common(SHOWN):
+            self.notes[f"{extension} files that are not read"] = n
+        if not streamed:
+            self.report.share = damage(source)
+            return
+        self.report.share = min(sum(index.bad for index in source.indexes) / max(source.counts["samples"], 1), 1.0)
+        try:
+            ShardLog().add(sorted(source.report(), key=lambda row: bool(row["message"])), self.report.max_bad_share)
+        except ValueError as error:
+            self.report.refused = str(error)
 
     def _try(self, test: Callable[[int], None], wanted: int) -> None:
         """Tests up to ``wanted`` of the samples that are usable so far, evenly apart, and counts the share of the others."""

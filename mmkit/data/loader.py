@@ -93,7 +93,7 @@ def looked_at(config: SourceConfig, data: DataConfig, model: ModelConfig) -> tup
     if stream is None:
         source = open_source(config, data)
         return source, len(source)
-    stream.check_first()
+    stream.check_first(config)
     return stream.first(config), stream.share(config)
 
 

@@ -4,19 +4,40 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from mmkit.config import ConfigError, DataConfig, SourceConfig, nearest
+from pydantic import Field
+
+from mmkit.config import ConfigError, DataConfig, Settings, SourceConfig, nearest
 from mmkit.data.mixture import pool
 from mmkit.presets import params_files, read_mapping
+from mmkit.values import checked
+
+
+class MixtureSource(Settings):
+    """A row of a mixture."""
+
+    name: str  # of the file ROOT/NAME.jsonl
+    category: str  # whose share it has a part of
+    samples: int = Field(gt=0)  # as published
+
+
+class MixtureFile(Settings):
+    """A file of ``params/mixtures``."""
+
+    name: str  # for people
+    cap: int | None = Field(None, gt=0)  # most samples of one source
+    ratios: dict[str, Annotated[float, Field(gt=0)]] = {}  # category -> share
+    sources: tuple[MixtureSource, ...] = Field(min_length=1)  # what is mixed
 
 
 def recipe(name: str) -> dict[str, Any]:
-    """The content of ``params/mixtures/NAME.yaml``: name, cap, ratios (category -> share), sources (name, category, samples)."""
+    """The content of ``params/mixtures/NAME.yaml``, a `MixtureFile`; ConfigError where it is none."""
     known = params_files("mixtures/*.yaml")
     if name not in known:
         raise ConfigError(f"no mixture {name!r}{nearest(name, known)}; mixtures are {', '.join(known)}")
-    return read_mapping(known[name][0])
+    path = known[name][0]
+    return checked(MixtureFile, read_mapping(path), str(path)).model_dump()
 
 
 def sources_of(data: DataConfig) -> tuple[SourceConfig, ...]:

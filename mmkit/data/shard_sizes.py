@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,8 @@ from typing import Any
 import fsspec
 
 from mmkit.data.tar_files import expand
+
+log = logging.getLogger(__name__)
 
 CONNECTIONS = 8  # small files read at the same time
 
@@ -45,8 +48,8 @@ def _by_folder(urls: Sequence[str]) -> dict[str, list[str]]:
 def _count(folder: str, names: Sequence[str]) -> int | None:
     if listed := _listed(folder, names):
         return sum(listed)
-    whole = _json_of(f"{folder}/__len__")
-    if isinstance(whole, int) and len(expand(f"{folder}/")) == len(names):
+    whole = _number(_json_of(f"{folder}/__len__"), f"{folder}/__len__")
+    if whole is not None and len(expand(f"{folder}/")) == len(names):
         return whole
     stats = _stats(folder, names)
     return None if stats is None else sum(stats)
@@ -58,7 +61,10 @@ def _sizes(folder: str, names: Sequence[str]) -> list[int] | None:
 
 def _listed(folder: str, names: Sequence[str]) -> list[int] | None:
     sizes = _json_of(f"{folder}/sizes.json")
-    return [int(sizes[name]) for name in names] if isinstance(sizes, dict) and all(name in sizes for name in names) else None
+    if not isinstance(sizes, dict) or not all(name in sizes for name in names):
+        return None
+    numbers = [_number(sizes[name], f"{folder}/sizes.json, {name}") for name in names]
+    return None if None in numbers else numbers
 
 
 def _stats(folder: str, names: Sequence[str]) -> list[int] | None:
@@ -70,14 +76,27 @@ def _stats(folder: str, names: Sequence[str]) -> list[int] | None:
 
 
 def _successes(folder: str, name: str) -> int | None:
-    facts = _json_of(f"{folder}/{name.removesuffix('.tar')}_stats.json")
-    return facts.get("successes") if isinstance(facts, dict) else None
+    path = f"{folder}/{name.removesuffix('.tar')}_stats.json"
+    facts = _json_of(path)
+    return _number(facts.get("successes"), path) if isinstance(facts, dict) else None
+
+
+def _number(value: Any, place: str) -> int | None:
+    """A number of samples; None, with a warning, for what is none: the shards are then counted themselves."""
+    if type(value) is int and value >= 0:
+        return value
+    if value is not None:
+        log.warning("%s says %.40r, which is no number of samples; the shards are counted instead", place, value)
+    return None
 
 
 def _json_of(url: str) -> Any:
-    """The content of a small JSON file, None where there is none."""
+    """The content of a small JSON file, None where there is none; with a warning where it cannot be read."""
     try:
         with fsspec.open(url, "rb") as file:
             return json.loads(file.read())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, RecursionError) as error:
+        log.warning("%s is no JSON (%s); the shards are counted instead", url, error)
         return None

@@ -7,11 +7,11 @@ neighbours of an epoch in one shard for fast reading. Sets too large to index fi
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,13 +22,16 @@ import numpy as np
 from mmkit.config import DataConfig, FilterRule, SourceConfig
 from mmkit.data.example import Example
 from mmkit.data.tar_files import expand, is_remote
-from mmkit.data.tar_index import FILTERED, IMAGE_EXTENSIONS, WHOLE, ShardIndex, index_of, opened_index, title, total
+from mmkit.data.records import CAPTION_FIELDS
+from mmkit.data.tar_captions import IMAGE_EXTENSIONS, caption_place
+from mmkit.data.tar_index import APART, EMPTY, FILTERED, NOTED, WHOLE, ShardIndex, index_of, is_damage, title, total
 from mmkit.errors import InputError
 
 log = logging.getLogger(__name__)
 
 SHUFFLE = 5000  # samples whose order is mixed in a window of an epoch, as open_clip's sample buffer
 CONNECTIONS = 8  # remote shards indexed at the same time
+NAMED = 10  # shards and endings that a message names
 
 
 class ShardSource:
@@ -85,6 +88,11 @@ class ShardSource:
         """Samples left out, by cause, over all shards."""
         return total(self.indexes)
 
+    @property
+    def unread(self) -> Counter:
+        """Files of usable samples that nothing reads, by their ending, over all shards."""
+        return sum((index.unread for index in self.indexes), Counter())
+
     def report(self) -> list[dict[str, Any]]:
         """One row a shard: samples usable, left out by cause, and what is wrong with it."""
         return [index.row() for index in self.indexes]
@@ -93,12 +101,30 @@ class ShardSource:
         """Lines for people: totals, what each cause and rule removed, damaged shards by name, how an epoch draws."""
         counts = self.counts
         lines = [f"{self.name}: {len(self.indexes)} shards, {counts['samples']:,} samples found, {len(self):,} usable"]
-        lines += [f"  left out: {n:,} {cause}" for cause, n in sorted(counts.items()) if cause != "samples"]
-        lines += [f"  {index.url}: {index.message} ({len(index)} samples kept)" for index in self.indexes if index.message]
+        causes = sorted(counts.keys() - {"samples"})
+        lines += [f"  {'noted' if cause in NOTED else 'left out'}: {counts[cause]:,} {cause}" for cause in causes]
+        empty = [index.url for index in self.indexes if index.counts[EMPTY]]
+        lines += [f"  {url}: it holds no file" for url in empty[:NAMED]]
+        lines += [f"  not read: {n:,} {name} files" for name, n in self.unread.most_common(NAMED)]
+        faulty = [index for index in self.indexes if index.message or index.bad]
+        worst = sorted(faulty, key=lambda index: -index.bad)
+        told = [index for place, index in enumerate(worst) if index.message or place < NAMED]
+        lines += [f"  {_wrong_with(index)} ({len(index):,} samples kept)" for index in told]
+        if len(worst) > len(told):
+            lines.append(f"  and {len(worst) - len(told):,} more shards with samples that cannot be used")
         if self.resampled:
             different = f"{unique_expected(self):,} different ones"
             lines.append(f"  shards drawn with replacement: of {len(self):,} samples an epoch as long shows {different}")
         return "\n".join(lines)
+
+
+def _wrong_with(index: ShardIndex) -> str:
+    """A shard's name with what is wrong with it as a whole, and how many of its samples cannot be used, by
+    cause."""
+    bad = [cause for cause, _ in index.counts.most_common() if cause not in ("samples", *WHOLE) and is_damage(cause)]
+    causes = [f"{index.counts[cause]:,} {cause}" for cause in bad]
+    of = f"{', '.join(causes)} of {index.counts['samples']:,} samples" if causes else ""
+    return f"{index.url}: {'; '.join(part for part in (index.message, of) if part)}"
 
 
 def unique_expected(source: ShardSource, drawn: int | None = None) -> int:
@@ -119,9 +145,11 @@ def open_shards(config: SourceConfig, data: DataConfig | None = None) -> ShardSo
     urls = expand(config.path)
     indexes = _first_checked(config, urls, data.caption_key)
     source = ShardSource(config.name, indexes, resampled=data.resampled)
-    check_filters(source, config.filters, data.caption_key)
+    check_filters(source, config.filters)
     check_damage(source, data.max_bad_share)
-    log.log(logging.WARNING if any(index.message for index in indexes) else logging.INFO, "%s", source.summary())
+    causes = {cause for index in indexes for cause in index.counts if not cause.startswith(FILTERED)}
+    told = causes - {"samples"} or any(index.message for index in indexes)
+    log.log(logging.WARNING if told else logging.INFO, "%s", source.summary())
     return source
 
 
@@ -139,32 +167,43 @@ def _first_checked(config: SourceConfig, urls: Sequence[str], caption: str) -> l
 
 
 def check_extensions(name: str, index: ShardIndex, caption: str) -> None:
-    """ValueError where a shard has samples but none of use, naming the extensions found and wanted."""
+    """ValueError where a shard has samples but none of use, naming the extensions found and wanted; a warning
+    of files that nothing reads."""
+    if index.unread:
+        endings = ", ".join(name for name, _ in index.unread.most_common(NAMED))
+        log.warning("%s: beside pictures and captions its samples have files that are not read: %s", name, endings)
     removed = sum(n for cause, n in index.counts.items() if cause.startswith(FILTERED))
     if len(index) or removed:
         return
-    none = f"{name}: none of the {index.counts['samples']} samples of the first shard {index.url} can be used. "
-    if caption in index.found and any(extension in index.found for extension in IMAGE_EXTENSIONS):
+    none = f"{name}: none of the {index.counts['samples']} samples of the first shard {index.url} can be used"
+    ending, _ = caption_place(caption)
+    if index.counts[APART]:
         raise InputError(
-            f"{none}It has pictures and {caption} files, but the files of one key do not stand side by side: "
-            f"{index.counts['duplicate key']} keys come again later. Make the tar anew with its names sorted (`tar --sort=name`), or by "
+            f"{none}. It has pictures and {ending} files, but the files of one key do not stand side by side: "
+            f"{index.counts[APART]} keys come again later. Make the tar anew with its names sorted (`tar --sort=name`), or by "
             "`mmkit.data.tar_writer`"
         )
+    causes = ", ".join(f"{n:,} {cause}" for cause, n in index.counts.most_common() if cause != "samples")
+    likely = sorted(index.texts, key=lambda field: re.split("[:.]", field)[-1] not in CAPTION_FIELDS)[:NAMED]
+    to_do = f"set data.caption_key to one, as {likely[0]}" if likely else ""
+    fields = f" Fields of its json that hold text: {', '.join(likely)}; {to_do}." if likely else ""
+    found = sorted(index.found)
     raise InputError(
-        f"{none}Extensions found: {', '.join(sorted(index.found))}; wanted: one of {', '.join(IMAGE_EXTENSIONS)} and {caption}. A key "
-        "ends at its first dot, so `a.input.jpg` has extension `input.jpg`; write the shards anew with `mmkit.data.tar_writer`, or set "
-        "data.caption_key"
+        f"{none} ({causes}). Extensions found: {', '.join(found[:NAMED])}{' ...' if found[NAMED:] else ''}; wanted: one of "
+        f"{', '.join(IMAGE_EXTENSIONS)} and {ending}.{fields} A key ends at its first dot, so `a.input.jpg` has extension `input.jpg`; "
+        "write the shards anew with `mmkit.data.tar_writer`, or set data.caption_key"
     )
 
 
-def check_filters(source: ShardSource, filters: Sequence[FilterRule], caption: str) -> None:
+def check_filters(source: ShardSource, filters: Sequence[FilterRule]) -> None:
     """ValueError where the filters leave no sample, a warning for a rule whose key no sample has: it is likely misspelt."""
     removed = [(title(rule), source.counts[FILTERED + title(rule)]) for rule in filters]
     n, missing = len(source) + sum(count for _, count in removed), sum((index.missing for index in source.indexes), Counter())
     absent = [rule.key for rule in filters if n and missing[title(rule)] == n]
     if not absent and (len(source) or not n):
         return
-    keys = f"keys of the samples' json: {', '.join(_keys(source.indexes, caption)) or 'none'}"
+    seen = sorted(sum((index.keys for index in source.indexes[:NAMED]), Counter()))
+    keys = f"keys of the samples' json: {', '.join(seen) or 'none'}"
     if absent:
         keys = f"no sample has a value for {', '.join(absent)}; {keys}"
     if len(source):
@@ -174,18 +213,12 @@ def check_filters(source: ShardSource, filters: Sequence[FilterRule], caption: s
     raise InputError(f"{source.name}: the filters remove all {n} samples ({causes}); {keys}. Correct the source's filters")
 
 
-def _keys(indexes: Sequence[ShardIndex], caption: str) -> list[str]:
-    """Keys of the metadata of the first samples."""
-    first = next(index for index in indexes if index.found)
-    with contextlib.closing(opened_index(first.url, caption, most=10)) as index:
-        return sorted({key for i in range(len(index)) for key in index.read(i)[2]})
-
-
 def check_damage(source: ShardSource, max_bad_share: float) -> None:
     """ValueError where too much is missing, or nothing is there."""
     if (share := damage(source)) > max_bad_share or not len(source):
+        much = f"{share:.1%} of the samples are damaged or missing, more than data.max_bad_share {max_bad_share:.1%}"
         raise InputError(
-            f"{share:.1%} of the samples are damaged or missing, more than data.max_bad_share {max_bad_share:.1%}:\n"
+            f"{much if share > max_bad_share else 'the shards hold no sample'}:\n"
             f"{source.summary()}\nRepair or leave out these shards, or raise data.max_bad_share"
         )
 
@@ -196,7 +229,7 @@ def damage(source: ShardSource) -> float:
     sizes = [index.counts["samples"] for index in source.indexes if index.counts["samples"] and not index.message]
     average = sum(sizes) / len(sizes) if sizes else 1.0
     lost = sum(index.lost or max(average - index.counts["samples"], 1) for index in source.indexes if index.message)
-    bad = sum(index.bad - sum(index.counts[cause] for cause in WHOLE) for index in source.indexes)
+    bad = sum(index.bad_samples for index in source.indexes)
     return min((bad + lost) / max(source.counts["samples"] + lost, 1), 1.0)
 
 

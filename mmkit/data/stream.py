@@ -36,7 +36,7 @@ from mmkit.data.mixture import wanted_counts
 from mmkit.data.shard_sizes import known_samples, known_sizes
 from mmkit.data.shards import ShardSource, check_extensions
 from mmkit.data.tar_files import expand
-from mmkit.data.tar_index import ShardIndex, index_of, is_damage, opened_index, remember, remembered
+from mmkit.data.tar_index import NOTED, WHOLE, ShardIndex, index_of, is_damage, opened_index, remember, remembered
 from mmkit.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -136,26 +136,32 @@ class ShardSet:
 
     def first(self, config: SourceConfig) -> ShardSource:
         """The first shards of one source by index, for looking at."""
+        return ShardSource(config.name, [index_of(url, self.caption, config.filters) for url in self._first_urls(config)])
+
+    def _first_urls(self, config: SourceConfig) -> list[str]:
         number = self.configs.index(config)
         begin, end = [0, *self.ends.tolist()][number : number + 2]
-        urls = self.urls[begin : min(end, begin + FIRST_SHARDS)]
-        return ShardSource(config.name, [index_of(url, self.caption, config.filters) for url in urls])
+        return self.urls[begin : min(end, begin + FIRST_SHARDS)]
 
     def share(self, config: SourceConfig) -> int:
         """Samples an epoch is expected to take from one source."""
         part = np.concatenate([[0], self.bounds])[[0, *self.ends]]
         return round(float(np.diff(part)[self.configs.index(config)]) * self.samples_per_epoch)
 
-    def check_first(self) -> None:
-        """ValueError where the first shard that is there holds no usable sample (U21), or none of the first few is there."""
-        messages = []
-        for shard in range(min(FIRST_SHARDS, len(self))):
-            index = opened_index(self.urls[shard], self.caption, self.config(shard).filters, most=FIRST_SAMPLES)
-            index.close()
-            if index.found:
-                return check_extensions(self.config(shard).name, index, self.caption)
-            messages.append(f"  {index.url}: {index.message or 'it holds no sample'}")
-        raise InputError(f"none of the first {len(messages)} shards can be read; correct the path of the source:\n" + "\n".join(messages))
+    def check_first(self, only: SourceConfig | None = None) -> None:
+        """ValueError where the first shard that is there of a source (of ``only``, or of all) has no usable sample, or none is there."""
+        for config in [only] if only else self.configs:
+            messages = []
+            for url in self._first_urls(config):
+                index = opened_index(url, self.caption, config.filters, most=FIRST_SAMPLES)
+                index.close()
+                if index.found:
+                    check_extensions(config.name, index, self.caption)
+                    break
+                messages.append(f"  {index.url}: {index.message or 'it holds no file'}")
+            else:
+                told = f"{config.name}: none of the first {len(messages)} shards can be read; correct the path of the source:"
+                raise InputError("\n".join([told, *messages]))
 
 
 @dataclass(frozen=True)
@@ -288,7 +294,8 @@ def _problems(row: dict[str, Any]) -> list[Problem]:
     """What a shard just opened lacks, each cause once with its count; what rules removed is no problem."""
     bad = {cause: n for cause, n in row.items() if cause not in _PLAIN and is_damage(cause)}
     texts = {cause: f"{n} of {row['samples']} samples: {cause}" for cause, n in bad.items()}
-    return [Problem(row["shard"], row["source"], cause, row["message"] or texts[cause], n) for cause, n in bad.items()]
+    said = {cause: row["message"] if cause in WHOLE else text for cause, text in texts.items()}
+    return [Problem(row["shard"], row["source"], cause, said[cause], n) for cause, n in bad.items()]
 
 
 class Reader:
@@ -479,7 +486,7 @@ class ShardLog:
     def summary(self) -> str:
         """Lines for people: shards opened, samples left out by cause, damaged shards by name."""
         lines = [f"{self.opened:,} shards opened, {len(self.damaged)} of them damaged or missing"]
-        lines += [f"  left out: {n:,} {cause}" for cause, n in sorted(self.left_out.items())]
+        lines += [f"  {'noted' if cause in NOTED else 'left out'}: {n:,} {cause}" for cause, n in sorted(self.left_out.items())]
         return "\n".join(lines + [f"  {shard}: {message}" for shard, message in self.damaged.items()])
 
 

@@ -29,6 +29,7 @@ RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
 COPIED = 1 << 24  # bytes of a remote shard fetched at a time
 PADDING = 2 * tarfile.RECORDSIZE  # more zeros than this at the end of a tar pad no usual record: there the download stopped
 RECORDS = tuple(tarfile.BLOCKSIZE << power for power in range(6, 12))  # larger ones that tar's -b makes, to 1 MiB
+_BAD_NUMBERS = (ValueError, LookupError, OverflowError, RecursionError)  # tarfile, of damaged headers
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 
 
@@ -47,9 +48,10 @@ class ShardError(InputError):
 class TarMember:
     """One file inside a tar."""
 
-    name: str
+    name: str  # bytes that are no UTF-8 written as \\xe9
     offset: int  # of its content
-    size: int
+    size: int  # -1: its content is not there as it is (a link to another file, a sparse file, a device)
+    content: bytes | None = None  # where it was asked for
 
 
 def expand(path: str) -> list[str]:
@@ -188,8 +190,11 @@ def retried(action: Callable[[], Any], url: str, attempts: int = storage.ATTEMPT
         raise ShardError(url, "unreadable shard", str(error)) from error
 
 
-def members(url: str, descriptor: int | None = None) -> Iterator[TarMember]:
-    """The files of a shard in order; ``descriptor`` is the shard where it is `opened`.
+def members(
+    url: str, descriptor: int | None = None, read: Callable[[str], bool] | None = None
+) -> Iterator[TarMember]:
+    """The files of a shard in order; ``descriptor`` is the shard where it is `opened`. Those whose name
+    ``read`` takes have their content.
 
     Ends with ShardError where the tar is cut short, after the whole members have been given.
     """
@@ -198,14 +203,26 @@ def members(url: str, descriptor: int | None = None) -> Iterator[TarMember]:
         while begin < max(size, 1):  # `cat a.tar b.tar` is one shard of two archives
             file.seek(begin)
             try:
-                with tarfile.open(fileobj=file, mode="r:") as tar:
+                with tarfile.open(fileobj=file, mode="r:", encoding="utf8", errors="surrogateescape") as tar:
                     for info in tar:
+                        if info.size < 0:  # tarfile would go backwards, and on for ever
+                            raise ShardError(url, "damaged tar", f"{info.name!a} has a size below 0")
+                        if info.isdir():
+                            continue
+                        name = info.name.encode("utf8", "surrogateescape").decode("utf8", "backslashreplace")
+                        if not info.isreg() or info.issparse():
+                            yield TarMember(name, info.offset_data, -1)
+                            continue
                         if (needed := info.offset_data + info.size) > size:
-                            raise ShardError(url, "truncated tar", f"{info.name} needs {needed} bytes, the file has {size}")
-                        if info.isfile():
-                            yield TarMember(info.name, info.offset_data, info.size)
+                            said = f"{name} needs {needed} bytes, the file has {size}"
+                            raise ShardError(url, "truncated tar", said)
+                        file.seek(info.offset_data)  # tarfile seeks to the next header by itself
+                        content = file.read(info.size) if read and read(name) else None
+                        yield TarMember(name, info.offset_data, info.size, content)
                     end = tar.offset
-            except tarfile.TarError as error:
+            except ShardError:
+                raise
+            except (tarfile.TarError, *_BAD_NUMBERS) as error:
                 file.seek(0)
                 raise ShardError(url, "truncated tar" if size == 0 else "damaged tar", _no_tar(file.read(64)) or f"{error}") from error
             begin = _after_end_mark(url, file, end, size)

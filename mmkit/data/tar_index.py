@@ -1,7 +1,9 @@
-"""The index of a tar shard: where each usable sample's picture, caption and metadata lie, made in one pass and kept in the cache.
+"""The index of a tar shard: where each usable sample's picture, caption and metadata lie, made in one pass
+and kept in the cache.
 
-With it any sample is one read away, so tar sources behave like any other: exact position, any number of workers. What cannot be
-used is counted by cause here, before training starts; pictures that do not decode are found when they are read.
+With it any sample is one read away, so tar sources behave like any other: exact position, any number of
+workers. What cannot be used is counted by cause here, before training starts: captions and json are read,
+which lie beside the headers and are small. Pictures that do not decode are found when they are read.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import itertools
 import logging
 import operator
 import os
+import re
 import time
 import zipfile
 import zlib
@@ -28,13 +31,15 @@ import numpy as np
 from mmkit.cache import atomic_write, cache_root
 from mmkit.config import ConfigError, FilterRule
 from mmkit.data.example import IMAGE, BadRecord, Example, ImageRef, Turn
+from mmkit.data.tar_captions import IMAGE_EXTENSIONS, caption_of, caption_place, json_of, text_fields
 from mmkit.data.tar_files import ShardError, TarMember, is_remote, members, opened, read_range, stamp
 from mmkit.storage import ATTEMPTS
 
 log = logging.getLogger(__name__)
 
-IMAGE_EXTENSIONS = ("jpg", "png", "jpeg", "webp")
-VERSION = 2
+VERSION = 3
+FIRST = 10  # samples of a shard whose json tells which fields there are
+MOST_FIELDS = 30  # taken from each
 OPERATIONS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
@@ -45,10 +50,17 @@ OPERATIONS: dict[str, Callable[[Any, Any], bool]] = {
     "in": lambda value, allowed: any(operator.eq(*_alike(value, one)) for one in allowed),
     "not in": lambda value, refused: not any(operator.eq(*_alike(value, one)) for one in refused),
 }
-# Counters that are not damage: what a rule removes is removed on purpose.
+# Counters that are not damage: what a rule removes is removed on purpose, and what is noted costs no sample.
 FILTERED = "filter "
 REPEATED = "duplicate key"  # the sample is used all the same
-WHOLE = ("truncated tar", "damaged tar", "absent shard", "unreadable shard")  # counters of shards, not of samples
+UNREAD_JSON = "unreadable json, sample kept"  # as above: its metadata are lost, for which nothing asked
+UNNAMED = "file without a key or an extension"  # as README, or ._a.jpg: of no sample
+EMPTY = "empty shard"  # a whole tar without a file
+NOTED = (REPEATED, UNREAD_JSON, UNNAMED, EMPTY)
+DOTTED, APART = "dotted key", "files apart"
+NO_SAMPLE = "shard without a sample"  # whose files all have no key or no extension
+WHOLE = ("truncated tar", "damaged tar", "absent shard", "unreadable shard", NO_SAMPLE)  # shards, not samples
+COUNTERS = ("counts", "found", "unread", "keys", "texts", "missing")  # of a `ShardIndex`
 SUSPECT_SECONDS = 60.0
 
 
@@ -61,10 +73,14 @@ class ShardIndex:
     kinds: np.ndarray  # (n,) uint8: the picture's extension in IMAGE_EXTENSIONS
     spans: np.ndarray  # (n, 3, 2) int64: offset and size of picture, caption and metadata (size -1: none)
     counts: Counter = field(default_factory=Counter)  # cause -> samples left out; "samples" -> all that were found
-    found: Counter = field(default_factory=Counter)  # extension -> files
+    found: Counter = field(default_factory=Counter)  # extension -> files, with N for its numbers
+    unread: Counter = field(default_factory=Counter)  # the same, of usable samples' files that nothing reads
+    keys: Counter = field(default_factory=Counter)  # of the first samples' json
+    texts: Counter = field(default_factory=Counter)  # fields of the same that hold text, as ``json:caption``
     missing: Counter = field(default_factory=Counter)  # rule -> samples without a value for it
     message: str = ""  # what was wrong with the shard as a whole
     lost: int = 0  # samples behind the damage, estimated by bytes
+    caption: str = "txt"  # `data.caption_key`
     suspect_until: float = 0.0  # all attempts to read it have failed: until then one attempt has to do
     file: int | None = None  # the shard's descriptor while it is `tar_files.opened`
 
@@ -86,6 +102,9 @@ class ShardIndex:
             picture, caption, meta = self.read(i)
         except ShardError as error:
             raise BadRecord(str(error), key=key, source=source, reason=error.reason) from error
+        except BadRecord as error:  # the shard is another than when it was indexed
+            said = f"{error.message}; in {self.url}"
+            raise BadRecord(said, key=key, source=source, reason=error.reason) from error
         turns = (Turn("user", IMAGE, trained=False), Turn("assistant", caption))
         return Example(key, (ImageRef(picture, name=self.picture_name(i)),), turns, source=source, meta=meta)
 
@@ -105,6 +124,11 @@ class ShardIndex:
         """Samples that damage has cost; what filters removed does not count."""
         return sum(n for cause, n in self.counts.items() if cause != "samples" and is_damage(cause))
 
+    @property
+    def bad_samples(self) -> int:
+        """Of `bad` those that are samples, not shards."""
+        return self.bad - sum(self.counts[cause] for cause in WHOLE)
+
     def read(self, i: int) -> tuple[bytes, str, dict[str, Any]]:
         """Picture, caption and metadata of sample ``i``, by one read where they lie side by side (they do, but for strange tars)."""
         spans = [(int(offset), int(size)) for offset, size in self.spans[i] if size >= 0]
@@ -115,7 +139,7 @@ class ShardIndex:
             data = self._range(first, last - first)
             parts = [data[offset - first : offset - first + size] for offset, size in spans]
         meta = _metadata(parts[2]) if len(parts) > 2 else {}
-        return parts[0], parts[1].decode("utf8", "replace").strip(), meta or {}
+        return parts[0], caption_of(parts[1], self.caption), meta or {}
 
     def _range(self, offset: int, size: int) -> bytes:
         """A part of the shard. Where it has just failed for good, one attempt: each of its samples would wait as long as the first."""
@@ -141,7 +165,7 @@ def index_of(url: str, caption: str = "txt", filters: Sequence[FilterRule] = ())
     except ShardError as error:
         return _absent(url, error)
     path = cache_root() / "shards" / f"{_name(url, mark, caption, filters)}.npz"
-    if path.is_file() and (index := _load(url, path)):
+    if path.is_file() and (index := _load(url, path, caption)):
         return index
     index = build(url, caption, filters)
     if "unreadable shard" not in index.counts:  # a network fault is not a property of the shard
@@ -207,25 +231,50 @@ def _name(url: str, mark: str, caption: str, filters: Sequence[FilterRule]) -> s
 def build(
     url: str, caption: str = "txt", filters: Sequence[FilterRule] = (), *, file: int | None = None, most: int | None = None
 ) -> ShardIndex:
-    """Reads a shard's headers once, from its descriptor ``file`` where it is opened; the first ``most`` samples only, where given.
+    """Reads a shard's headers once, from its descriptor ``file`` where it is opened; the first ``most``
+    samples only, where given.
 
-    Damage ends the reading and is counted; the whole samples before it stay.
+    Damage ends the reading and is counted; the whole samples before it stay. ConfigError for a caption or a
+    rule that no sample can have.
     """
     keys, kinds, spans = [], [], []
     check_rules(filters)
-    index = ShardIndex(url, *_arrays(keys, kinds, spans), file=file)
+    index = ShardIndex(url, *_arrays(keys, kinds, spans), file=file, caption=caption)
+    halves: dict[str, str] = {}  # keys whose files are no sample -> their counter: the rest may come later
     for key, files in itertools.islice(_samples(url, index), most):
-        index.counts["samples"] += 1
-        index.found.update(files.keys())
-        picture = next((name for name in IMAGE_EXTENSIONS if name in files), None)
-        cause = _unusable(picture, files, caption) or _filtered(index, files, filters)
+        index.found.update(_numberless(extension) for extension in files)
+        for extension, facts in files.items() if index.counts["samples"] < FIRST else ():
+            meta = (extension.endswith("json") and _metadata(facts.content or b"")) or {}
+            index.keys.update([*meta] if extension == "json" else ())
+            named = itertools.islice(text_fields(meta), MOST_FIELDS)
+            index.texts.update(f"{extension}:{name}" for name in named)
+        picture, cause, behind_dots = _taken(files, caption)
+        halved = cause in ("missing image", "missing text")
+        if halved and halves.get(key, cause) != cause:
+            index.counts.subtract((halves.pop(key), REPEATED))  # a sample is counted once, also in two pieces
+            index.counts[APART] += 1
+            continue
+        if halved:
+            halves[key] = cause
+        index.counts["samples"] += behind_dots + (cause != DOTTED)
+        index.counts[DOTTED] += behind_dots
+        if cause == DOTTED:
+            continue
+        cause = cause or _unlearnable(index, files, picture, filters)
         if cause:
             index.counts[cause] += 1
             continue
         keys.append(key.encode("utf8"))
         kinds.append(IMAGE_EXTENSIONS.index(picture))
-        row = [files[picture], files[caption], files.get("json")]
-        spans.append([(file.offset, file.size) if file else (0, -1) for file in row])
+        row = [files[picture], files[caption_place(caption)[0]], files.get("json")]
+        spans.append([(file.offset, file.size) if file and file.size >= 0 else (0, -1) for file in row])
+        index.unread.update(_numberless(name) for name in files if name != "json" and files[name] not in row)
+    index.counts = +index.counts  # without zeros
+    if not index.counts["samples"] and not index.message:
+        unnamed = index.counts[UNNAMED]
+        index.counts[NO_SAMPLE if unnamed else EMPTY] += 1
+        index.message = f"none of its {unnamed:,} files has a key and an extension" if unnamed else ""
+        log.warning("shard %s: %s", url, index.message or "it holds no file")
     index.names, index.kinds, index.spans = _arrays(keys, kinds, spans)
     return index
 
@@ -234,17 +283,25 @@ def _arrays(keys: list[bytes], kinds: list[int], spans: list) -> tuple[np.ndarra
     return np.array(keys, "S" if keys else "S1"), np.array(kinds, np.uint8), np.array(spans, np.int64).reshape(-1, 3, 2)
 
 
+def _key_and_extension(name: str) -> tuple[str, str]:
+    """A file's place in a sample: a key ends at the first dot of the name. Both empty for a file that belongs
+    to none."""
+    folder, _, name = name.rpartition("/")
+    base, _, extension = name.partition(".")
+    return (f"{folder}/{base}" if folder else base, extension.lower()) if base and extension else ("", "")
+
+
 def _samples(url: str, index: ShardIndex) -> Iterator[tuple[str, dict[str, TarMember]]]:
     """(key, extension -> file) of each sample: neighbours that share a key. An extension seen twice begins a new sample."""
     key, files = "", {}
     seen: set[str] = set()
+    wanted = (caption_place(index.caption)[0], "json")
     try:
-        for member in members(url, index.file):
-            folder, _, name = member.name.rpartition("/")
-            base, _, extension = name.partition(".")
-            if not base or not extension:
+        for member in members(url, index.file, lambda name: _key_and_extension(name)[1].endswith(wanted)):
+            this, extension = _key_and_extension(member.name)
+            if not this:
+                index.counts[UNNAMED] += 1
                 continue
-            extension, this = extension.lower(), f"{folder}/{base}" if folder else base
             if this != key or extension in files:
                 if files:
                     yield key, files
@@ -263,28 +320,58 @@ def _samples(url: str, index: ShardIndex) -> Iterator[tuple[str, dict[str, TarMe
         yield key, files
 
 
-def _unusable(picture: str | None, files: dict[str, TarMember], caption: str) -> str:
-    if picture and caption in files:
-        return ""
-    if any("." in name and name.rsplit(".", 1)[-1] in (*IMAGE_EXTENSIONS, caption) for name in files):
-        return "dotted key"
-    return "missing image" if picture is None else "missing text"
+def _taken(files: dict[str, TarMember], caption: str) -> tuple[str, str, int]:
+    """(extension of the picture, why these files are no pair, samples that stand behind a dot) of the files
+    of one key.
+
+    A key ends at its first dot, so ``img.0.jpg``, ``img.0.txt``, ``img.1.jpg`` ... are the files of one key,
+    ``img``, whose extensions are ``0.jpg`` and so on: each number is a sample that would be lost uncounted.
+    """
+    place = caption_place(caption)[0]
+    picture = next((name for name in IMAGE_EXTENSIONS if name in files), "")
+    pictures = {name.rpartition(".")[0] for name in files if name.rpartition(".")[2] in IMAGE_EXTENSIONS}
+    captions = {name[: -len(place)].rstrip(".") for name in files if f".{name}".endswith(f".{place}")}
+    pairs = len((pictures & captions) - {""})
+    if picture and place in files:
+        return picture, "", pairs
+    plain = picture or place in files
+    if captions if picture else pictures if plain else pictures | captions:
+        return picture, DOTTED, 1 + pairs if plain else max(len(pictures), len(captions))
+    return picture, "missing text" if picture else "missing image", 0
 
 
-def _filtered(index: ShardIndex, files: dict[str, TarMember], filters: Sequence[FilterRule]) -> str:
-    """The counter of the first rule that removes a sample, or an empty text."""
+def _unlearnable(
+    index: ShardIndex, files: dict[str, TarMember], picture: str, filters: Sequence[FilterRule]
+) -> str:
+    """The counter of what is wrong with a pair, or of the first rule that removes it; empty where it can be
+    used."""
+    caption, facts = files[caption_place(index.caption)[0]], files.get("json")
+    if min(files[picture].size, caption.size) < 0:
+        return "link in the place of a file"
+    if not files[picture].size:
+        return "empty image"
+    meta = _metadata(facts.content) if facts and facts.content is not None else {}
+    try:
+        caption_of(caption.content, index.caption)
+    except BadRecord as error:
+        return error.reason
     if not filters:
+        index.counts[UNREAD_JSON] += meta is None or bool(facts and facts.size < 0)
         return ""
-    meta = _metadata(index._range(files["json"].offset, files["json"].size)) if "json" in files else {}
-    if meta is None:
+    if meta is None or facts and facts.size < 0:
         return "bad json"
     index.missing.update(title(rule) for rule in filters if _compared(rule, meta) is None)
     return next((f"{FILTERED}{title(rule)}" for rule in filters if not keeps(rule, meta)), "")
 
 
+def _numberless(extension: str) -> str:
+    """An extension with N for its numbers: that of ``img.0.jpg`` is one of thousands."""
+    return re.sub(r"\d+(?=.*\.)", "N", extension)
+
+
 def is_damage(cause: str) -> bool:
-    """Whether a counter of a shard counts as bad: not what a rule removed, nor a key that comes again."""
-    return not cause.startswith(FILTERED) and cause != REPEATED
+    """Whether a counter of a shard counts as bad: not what a rule removed, nor what is only noted."""
+    return not cause.startswith(FILTERED) and cause not in NOTED
 
 
 def title(rule: FilterRule) -> str:
@@ -331,28 +418,27 @@ def check_rules(filters: Sequence[FilterRule]) -> None:
 
 
 def _metadata(data: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(data)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+    """The object of a json file, None where it holds none."""
+    with contextlib.suppress(BadRecord):
+        return value if isinstance(value := json_of(data), dict) else None
+    return None
 
 
 def _save(index: ShardIndex, path) -> None:
-    facts = {"counts": index.counts, "found": index.found, "missing": index.missing, "message": index.message, "lost": index.lost}
+    facts = {name: getattr(index, name) for name in (*COUNTERS, "message", "lost")}
     arrays = {"names": index.names, "kinds": index.kinds, "spans": index.spans}
     with atomic_write(path) as temporary, open(temporary, "wb") as file:
         np.savez_compressed(file, **arrays, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8))
 
 
-def _load(url: str, path: Path) -> ShardIndex | None:
+def _load(url: str, path: Path, caption: str) -> ShardIndex | None:
     """An index kept in the cache; None where the file is damaged, by a full disk for instance."""
     try:
         with np.load(path) as stored:
             facts = json.loads(stored["facts"].tobytes())
             arrays = (stored[name] for name in ("names", "kinds", "spans"))
-            counters = (Counter(facts[name]) for name in ("counts", "found", "missing"))
-            return ShardIndex(url, *arrays, *counters, facts["message"], facts["lost"])
+            facts |= {name: Counter(facts[name]) for name in COUNTERS}
+            return ShardIndex(url, *arrays, **facts, caption=caption)
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError) as error:
         log.warning("%s: the index kept in %s is damaged (%s) and made anew", url, path, error)
         return None

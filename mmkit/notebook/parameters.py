@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from mmkit.config import ConfigError, RunConfig, changed, load, nearest, setting_path
 from mmkit.foreign_names import ours
 from mmkit.presets import workspace
-from mmkit.values import explain, hint, kinds_of, literal
+from mmkit.values import explain, hint, kinds_of, literal, shortened
 
 MAGIC = re.compile(r"(?m)^\s*[%!].*$")
 INJECTED = "# Parameters"  # first line of the cell papermill adds
@@ -152,7 +152,9 @@ def begin(namespace: dict[str, Any], stage: str, also: tuple[str, ...] = ()) -> 
 def assemble(values: dict[str, Any], stage: str, source: str) -> RunConfig:
     """Parameters by name -> RunConfig: ``model``, ``stage`` and ``backend`` are read here, the rest are settings."""
     values = dict(values)
-    overrides = dict(values.pop("settings", None) or {})
+    overrides = values.pop("settings", None) or {}
+    if not isinstance(overrides, dict):
+        raise ConfigError(f"settings = {shortened(overrides)} (from {source}): a mapping is wanted, as {{data.max_length: 1024}}")
     model = values.pop("model", "tiny")
     stage = values.pop("stage", stage)
     overrides = backend_settings(values.pop("backend", ""), source) | overrides | values
@@ -165,8 +167,8 @@ def backend_settings(name: str, source: str) -> dict[str, Any]:
     """The settings a backend's short name stands for; none for an empty name."""
     if not name:
         return {}
-    if name not in BACKENDS:
-        raise ConfigError(f"no backend {name!r} (from {source}){nearest(name, BACKENDS)}; backends are {', '.join(BACKENDS)}")
+    if not isinstance(name, str) or name not in BACKENDS:
+        raise ConfigError(f"no backend {shortened(name)} (from {source}){nearest(name, BACKENDS)}; backends are {', '.join(BACKENDS)}")
     return dict(BACKENDS[name])
 
 

@@ -19,7 +19,7 @@ def free_port():
         return server.getsockname()[1]
 
 
-def run_processes(script, arguments, world=1, xla_devices=None, timeout=240):
+def run_processes(script, arguments, world=1, xla_devices=None, timeout=540):
     """Standard output of every rank; AssertionError with the output of the first rank that fails."""
     common = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
     if xla_devices:
