@@ -62,9 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def start_at_root(options: argparse.Namespace) -> None:
-    """Makes the checkout's root the working folder, so that a relative path means the same file here, under papermill and in a notebook
-    (`notebook.parameters.begin`). Outside a checkout nothing changes. What was typed as the name of a file that lies in the folder the
-    shell is in, by completion for instance, is that file."""
+    """Makes the checkout's root the working folder, so that a relative path means the same file here, under
+    papermill and in a notebook (`notebook.parameters.begin`). Outside a checkout nothing changes. What was
+    typed as the name of a file that lies in the folder the shell is in, by completion for instance, is that
+    file."""
     root = workspace()
     if root == Path.cwd():
         return

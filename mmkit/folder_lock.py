@@ -62,7 +62,9 @@ class FolderLock:
             if other and other.get("id") == self.own["id"]:
                 if settled:
                     break
-                time.sleep(LOOK)  # others may have made or removed the file in the same moment: who wrote last has it
+                time.sleep(
+                    LOOK
+                )  # others may have made or removed the file in the same moment: who wrote last has it
                 settled = True
             elif other is not None and self._is_alive(other):
                 if self.clock() >= until:
@@ -86,7 +88,9 @@ class FolderLock:
         again at the next time."""
         try:
             found, now = self._read(), self.clock()
-            if found is None and now - self.own["renewed"] < GONE:  # removed by hand: nobody may have taken it over so soon
+            if (
+                found is None and now - self.own["renewed"] < GONE
+            ):  # removed by hand: nobody may have taken it over so soon
                 self.store.create(NAME, json.dumps(self.own).encode())
                 found = self._read()
             if found is None or found.get("id") != self.own["id"]:
@@ -137,9 +141,16 @@ class FolderLock:
 
     def _refuse(self, other: dict[str, Any]) -> None:
         renewed = other.get("renewed", 0.0)
-        age, free = max(self.clock() - renewed, 0.0), time.strftime("%H:%M:%S", time.localtime(renewed + GONE))
+        age, free = (
+            max(self.clock() - renewed, 0.0),
+            time.strftime("%H:%M:%S", time.localtime(renewed + GONE)),
+        )
         near = other.get("system") == self.own["system"]
-        where_gone = "" if near else f". It was last heard of {age:.0f} s ago; where it is gone, the folder is free at {free}"
+        where_gone = (
+            ""
+            if near
+            else f". It was last heard of {age:.0f} s ago; where it is gone, the folder is free at {free}"
+        )
         raise ConfigError(
             f"{self.store.path()} is in use: {named(other)} {other.get('use', 'writes in it')}; wait for it or stop it, or give this run "
             f"another name (name=...){where_gone}"
@@ -159,7 +170,10 @@ def system() -> str:
     """What process numbers of this process mean something in: its machine since it was started, and its container."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # Linux only; elsewhere the host's name has to do
-        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+        parts += [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
     return " ".join(parts)
 
 

@@ -43,7 +43,16 @@ def store(request, tmp_path, monkeypatch):
 
 def held_by(store, clock, **facts):
     """A lock that a writer on another host has left in the folder."""
-    own = {"use": "trains in it", "host": "gpu03", "pid": 7, "started": 0.0, "system": "gpu03", "job": "", "since": clock.now, "renewed": clock.now}
+    own = {
+        "use": "trains in it",
+        "host": "gpu03",
+        "pid": 7,
+        "started": 0.0,
+        "system": "gpu03",
+        "job": "",
+        "since": clock.now,
+        "renewed": clock.now,
+    }
     store.write(NAME, json.dumps(own | {"id": "other"} | facts).encode())
 
 
@@ -54,7 +63,10 @@ def says(store):
 def test_a_second_writer_is_refused_with_who_holds_the_folder_and_may_have_it_afterwards(store):
     first, second = FolderLock(store, "trains in it"), FolderLock(store, "trains in it")
     first.take()
-    with pytest.raises(ConfigError, match=rf"is in use: process {os.getpid()} on .*, since \d{{4}}-.* trains in it; wait .*\(name=\.\.\.\)$"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"is in use: process {os.getpid()} on .*, since \d{{4}}-.* trains in it; wait .*\(name=\.\.\.\)$",
+    ):
         second.take()
     second.release()  # of one that never had it
     assert says(store)["id"] == first.own["id"]
@@ -68,7 +80,11 @@ def test_a_second_writer_is_refused_with_who_holds_the_folder_and_may_have_it_af
 @pytest.mark.parametrize("kind", ["disk", "memory"])
 def test_of_many_that_start_at_once_one_writes(tmp_path, monkeypatch, kind, left):
     monkeypatch.setattr(folder_lock, "LOOK", 0.1)
-    store, gate, won = Store(tmp_path if kind == "disk" else f"memory://{uuid.uuid4().hex}"), threading.Barrier(12), []
+    store, gate, won = (
+        Store(tmp_path if kind == "disk" else f"memory://{uuid.uuid4().hex}"),
+        threading.Barrier(12),
+        [],
+    )
     if left != "nothing":
         held_by(store, Clock())
     locks = [FolderLock(store, "trains in it") for _ in range(12)]
@@ -95,7 +111,10 @@ def test_a_writer_on_another_host_is_gone_after_five_minutes_without_a_renewal(s
     held_by(store, clock)
     clock.now += GONE - 1
     lock = FolderLock(store, "trains in it", clock)
-    with pytest.raises(ConfigError, match=r"process 7 on gpu03, since .* last heard of 299 s ago; where it is gone, the folder is free at \d\d:"):
+    with pytest.raises(
+        ConfigError,
+        match=r"process 7 on gpu03, since .* last heard of 299 s ago; where it is gone, the folder is free at \d\d:",
+    ):
         lock.take()
     clock.now += 2
     lock.take()
@@ -138,7 +157,12 @@ def test_the_same_slurm_job_takes_over_at_once_and_another_does_not(store, monke
 def test_a_dead_process_of_this_machine_is_gone_at_once_and_a_living_one_never(store):
     clock = Clock()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    facts = {"host": "here", "system": folder_lock.system(), "pid": child.pid, "started": folder_lock.psutil.Process(child.pid).create_time()}
+    facts = {
+        "host": "here",
+        "system": folder_lock.system(),
+        "pid": child.pid,
+        "started": folder_lock.psutil.Process(child.pid).create_time(),
+    }
     held_by(store, clock, **facts)
     clock.now += 10 * GONE
     lock = FolderLock(store, "trains in it", clock)
@@ -148,12 +172,16 @@ def test_a_dead_process_of_this_machine_is_gone_at_once_and_a_living_one_never(s
     clock.now -= 10 * GONE
     lock.take()
     lock.release()
-    held_by(store, clock, **facts | {"pid": os.getpid(), "started": 0.0})  # its number belongs to another process now
+    held_by(
+        store, clock, **facts | {"pid": os.getpid(), "started": 0.0}
+    )  # its number belongs to another process now
     lock.take()
     lock.release()
 
 
-@pytest.mark.parametrize("text", [b"process 7 on gpu03, since 2026-05-01 12:00:00", b"", b"[1]", b'{"id": 3}'])
+@pytest.mark.parametrize(
+    "text", [b"process 7 on gpu03, since 2026-05-01 12:00:00", b"", b"[1]", b'{"id": 3}']
+)
 def test_a_file_that_names_no_living_writer_holds_nothing(store, text):
     store.write(NAME, text)
     lock = FolderLock(store, "trains in it")
@@ -169,7 +197,9 @@ def test_who_was_taken_over_writes_nothing_more_and_leaves_the_other_alone(store
     clock.now += GONE  # asleep, or behind a network that was down
     held_by(store, clock)
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"was taken over by process 7 on gpu03, since .* nothing more is written here"):
+        with pytest.raises(
+            ConfigError, match=r"was taken over by process 7 on gpu03, since .* nothing more is written here"
+        ):
             lock.check()
     lock.release()
     assert says(store)["id"] == "other"

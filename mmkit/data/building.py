@@ -74,7 +74,8 @@ def drawn(mixture: Mixture, index: int, seed: int, epoch: int, train: bool) -> E
 
 
 def check_regions(example: Example, numbers: Iterable[int], sizes: Sequence[tuple[int, int]]) -> None:
-    """ImageError where one of these regions does not fit its picture; ``sizes`` are the pictures' (width, height)."""
+    """ImageError where one of these regions does not fit its picture; ``sizes`` are the pictures' (width,
+    height)."""
     for region in (example.regions[number] for number in numbers):
         try:
             region_mask(region, *sizes[region.image])

@@ -115,7 +115,8 @@ def check(
 ) -> Report:
     """The report of a source, as training of ``model`` under ``data`` would find it; without a model, as any model would.
 
-    A vision-language model needs its ``formatter``. ``streamed``: the source is the first shards of a stream. ``refused``: see `opened`.
+    A vision-language model needs its ``formatter``. ``streamed``: the source is the first shards of a stream.
+    ``refused``: see `opened`.
     """
     return _Check(source, data or DataConfig(), model, formatter, refused).run(decode, tokenise, streamed)
 

@@ -46,30 +46,57 @@ Kind = str | tuple
 KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "text": ("a text", is_text),
     "texts": ("a list of texts", lambda value: _all(value, is_text)),
-    "words": ("a list of texts (an empty one where there are none)", lambda value: _all(value, lambda one: isinstance(one, str), 0)),
+    "words": (
+        "a list of texts (an empty one where there are none)",
+        lambda value: _all(value, lambda one: isinstance(one, str), 0),
+    ),
     "two texts": ("a list of two texts", lambda value: _all(value, is_text) and len(value) == 2),
     "name": ("a text or a whole number", lambda value: is_text(value) or is_number(value)),
-    "digits": ("a whole number", lambda value: is_number(value) or (is_text(value) and value.strip().isdecimal())),
+    "digits": (
+        "a whole number",
+        lambda value: is_number(value) or (is_text(value) and value.strip().isdecimal()),
+    ),
     "yes or no": ("yes or no", lambda value: is_text(value) and value.lower() in ("yes", "no")),
-    "flag": ("true or false", lambda value: isinstance(value, bool) or (is_number(value) and value in (0, 1))),
+    "flag": (
+        "true or false",
+        lambda value: isinstance(value, bool) or (is_number(value) and value in (0, 1)),
+    ),
     "letter": ("the letter of an option, as B or (B)", lambda value: letter_of(value) is not None),
-    "bare letter": ("the letter of an option without brackets, as B", lambda value: letter_of(value, brackets=False) is not None),
-    "option": ("the number of an option, from 0", lambda value: str(value).strip() in tuple("012345678") and not isinstance(value, bool)),
+    "bare letter": (
+        "the letter of an option without brackets, as B",
+        lambda value: letter_of(value, brackets=False) is not None,
+    ),
+    "option": (
+        "the number of an option, from 0",
+        lambda value: str(value).strip() in tuple("012345678") and not isinstance(value, bool),
+    ),
     "options": (
         f"a list of 1 to {len(LETTERS)} texts or numbers",
-        lambda value: _all(value, lambda one: is_text(one) or isinstance(one, float) or is_number(one)) and len(value) <= len(LETTERS),
+        lambda value: (
+            _all(value, lambda one: is_text(one) or isinstance(one, float) or is_number(one))
+            and len(value) <= len(LETTERS)
+        ),
     ),
-    "pictures": ("a path, a list of paths or null", lambda value: value is None or is_text(value) or _all(value, is_text)),
+    "pictures": (
+        "a path, a list of paths or null",
+        lambda value: value is None or is_text(value) or _all(value, is_text),
+    ),
     "hint": ("a text or null", lambda value: value is None or isinstance(value, str)),
     "anything": ("anything", lambda value: True),
 }
 
 
-def field_faults(row: Mapping[str, Any], fields: Mapping[str, Kind], optional: Mapping[str, Kind]) -> list[str]:
+def field_faults(
+    row: Mapping[str, Any], fields: Mapping[str, Kind], optional: Mapping[str, Kind]
+) -> list[str]:
     """What is wrong with a line: fields that are missing, or of another kind than they must be."""
     found = [f"no {name}" for name in fields if name not in row]
     for name, kind in (optional | fields).items():
-        words, fits = KINDS[kind] if isinstance(kind, str) else (" or ".join(map(repr, kind)), lambda value, kind=kind: value in kind)
+        words, fits = (
+            KINDS[kind]
+            if isinstance(kind, str)
+            else (" or ".join(map(repr, kind)), lambda value, kind=kind: value in kind)
+        )
         if name in row and not fits(row[name]):
             value = repr(row[name])
             found.append(f"{name} is {value if len(value) <= 60 else f'{value[:57]}...'}, not {words}")
@@ -101,7 +128,9 @@ def picture_fault(ref: ImageRef) -> str:
     return _decoded(ref)
 
 
-@functools.lru_cache(maxsize=1 << 16)  # several tasks ask about the same pictures, and a command may look twice
+@functools.lru_cache(
+    maxsize=1 << 16
+)  # several tasks ask about the same pictures, and a command may look twice
 def _file_fault(path: str, changed: int, size: int) -> str:
     return _decoded(ImageRef(Path(path)))
 

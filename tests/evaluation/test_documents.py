@@ -45,14 +45,24 @@ def small(monkeypatch, name, n):
 
 
 def gqa(n=2, **more):
-    return [{"key": str(i), "image": "abcd"[i % 4] + ".png", "question": "Red?", "gt_answer": "yes"} | more for i in range(n)]
+    return [
+        {"key": str(i), "image": "abcd"[i % 4] + ".png", "question": "Red?", "gt_answer": "yes"} | more
+        for i in range(n)
+    ]
 
 
 def mmvp(n=4, **more):
     """Pairs of one question about two pictures, "(a)" then "(b)"."""
     options = {"options": ["Yes", "No"], "text_options": ["Yes", "No"]}
     return [
-        {"key": str(i + 1), "image": "abcd"[i % 4] + ".png", "question": f"Open {i // 2}?", "gt_answer": ("(a)", "(b)")[i % 2]} | options | more
+        {
+            "key": str(i + 1),
+            "image": "abcd"[i % 4] + ".png",
+            "question": f"Open {i // 2}?",
+            "gt_answer": ("(a)", "(b)")[i % 2],
+        }
+        | options
+        | more
         for i in range(n)
     ]
 
@@ -61,7 +71,13 @@ def mme(n=8, category="OCR"):
     """Two questions about each of n / 2 pictures."""
     answers = ("Yes", "No")
     return [
-        {"key": f"{category} {i}", "image": f"{'abcd'[i // 2]}.png", "question": f"{i}?", "gt_answer": answers[i % 2], "category": category}
+        {
+            "key": f"{category} {i}",
+            "image": f"{'abcd'[i // 2]}.png",
+            "question": f"{i}?",
+            "gt_answer": answers[i % 2],
+            "category": category,
+        }
         for i in range(n)
     ]
 
@@ -113,7 +129,9 @@ def test_a_field_that_is_missing_or_no_such_thing_is_named_with_its_line(folder,
     fields = [field for field in BENCHMARKS[name].needs]
     whole = {field: change[field] if field in change else row.get(field, "7") for field in fields} | row
     write(folder, name, [whole | change])
-    with pytest.raises(InputError, match=rf"{name}.jsonl: 1 of 1 documents cannot be used: line 1: .*{words}"):
+    with pytest.raises(
+        InputError, match=rf"{name}.jsonl: 1 of 1 documents cannot be used: line 1: .*{words}"
+    ):
         published_sets.documents(name)
     for missing in change:
         write(folder, name, [{field: value for field, value in (whole | change).items() if field != missing}])
@@ -138,7 +156,9 @@ def test_line_ends_of_other_scripts_blank_lines_and_a_byte_order_mark_are_no_fau
     rows = [json.dumps(row, ensure_ascii=False) for row in gqa(2, question="one\u2028two\x85three")]
     (folder / "gqa.jsonl").write_text("\ufeff" + "\n\n".join(rows) + "\n\n", encoding="utf8")
     published_sets._read.cache_clear()
-    assert [example.meta["question"] for example in published_sets.documents("gqa")] == ["one\u2028two\x85three"] * 2
+    assert [example.meta["question"] for example in published_sets.documents("gqa")] == [
+        "one\u2028two\x85three"
+    ] * 2
 
 
 # ---------------------------------------------------------------- what counts together
@@ -152,9 +172,17 @@ def test_mme_counts_the_same_in_any_order_of_lines(folder, monkeypatch):
         random.Random(seed).shuffle(rows)
         write(folder, "mme", rows)
         published_sets._read.cache_clear()
-        found.append(evaluate(small(monkeypatch, "mme", 12), lambda asked, decode: [said[example.key] for example in asked]).metrics)
+        found.append(
+            evaluate(
+                small(monkeypatch, "mme", 12), lambda asked, decode: [said[example.key] for example in asked]
+            ).metrics
+        )
     # of OCR six of eight questions and two of four pictures, of color everything
-    assert all(metrics == found[0] for metrics in found) and found[0]["accuracy of OCR"] == 75 + 50 and found[0]["accuracy of color"] == 200
+    assert (
+        all(metrics == found[0] for metrics in found)
+        and found[0]["accuracy of OCR"] == 75 + 50
+        and found[0]["accuracy of color"] == 200
+    )
 
 
 @pytest.mark.parametrize("picture", ["d.png", None])
@@ -162,14 +190,19 @@ def test_mme_questions_whose_pictures_are_no_pairs_are_refused(folder, picture):
     rows = mme(6)
     rows[3]["image"] = picture
     write(folder, "mme", rows)
-    with pytest.raises(InputError, match=r"2 of 4 pictures have not two questions: OCR: b.png \(1\); OCR: .* both name the same file"):
+    with pytest.raises(
+        InputError,
+        match=r"2 of 4 pictures have not two questions: OCR: b.png \(1\); OCR: .* both name the same file",
+    ):
         published_sets.documents("mme")
 
 
 def test_mmvp_in_another_order_is_refused(folder):
     rows = sorted(mmvp(40), key=lambda row: row["key"])  # "1", "10", "11", ...
     write(folder, "mmvp", rows)
-    with pytest.raises(InputError, match=r"only \d+ of 20 pairs of lines ask one question\. .*in the order of Questions.csv"):
+    with pytest.raises(
+        InputError, match=r"only \d+ of 20 pairs of lines ask one question\. .*in the order of Questions.csv"
+    ):
         published_sets.documents("mmvp")
 
 
@@ -178,8 +211,14 @@ def test_a_limit_takes_whole_pairs_and_rotations(folder, monkeypatch):
     write(folder, "mmvp", mmvp(8))
     for limit, n in ((1, 2), (3, 4), (4, 4), (8, 8)):
         result = evaluate(small(monkeypatch, "mmvp", 8), answer, limit=limit)
-        assert result.n == n and result.metrics == {"total": n, "correct": 0, "accuracy": 0.0} and result.interval[0] == 0
-    rotations = [row | {"source_id": i % 3, "category": "c", "gt_answer": "A"} for i, row in enumerate(mmvp(9))]
+        assert (
+            result.n == n
+            and result.metrics == {"total": n, "correct": 0, "accuracy": 0.0}
+            and result.interval[0] == 0
+        )
+    rotations = [
+        row | {"source_id": i % 3, "category": "c", "gt_answer": "A"} for i, row in enumerate(mmvp(9))
+    ]
     write(folder, "mmbench_en", rotations)
     result = evaluate(small(monkeypatch, "mmbench_en", 9), answer, limit=1)
     assert [row["key"] for row in result.rows] == ["1", "4", "7"] and result.metrics["circular_count"] == 1
@@ -200,9 +239,15 @@ def test_relaxed_accuracy_is_chartqas_own(answer, truth, right):
 
 
 def test_chartqa_has_both_accuracies_under_their_names(folder, monkeypatch):
-    write(folder, "chartqa", [row | {"gt_answer": truth} for row, truth in zip(gqa(4), ("0.05", "10", "no", "7"), strict=True)])
+    write(
+        folder,
+        "chartqa",
+        [row | {"gt_answer": truth} for row, truth in zip(gqa(4), ("0.05", "10", "no", "7"), strict=True)],
+    )
     said = ["5%", "10.4", "no", "8"]
-    result = evaluate(small(monkeypatch, "chartqa", 4), lambda asked, decode: [said[int(example.key)] for example in asked])
+    result = evaluate(
+        small(monkeypatch, "chartqa", 4), lambda asked, decode: [said[int(example.key)] for example in asked]
+    )
     assert (result.main_metric, result.score, result.metrics["relaxed"]) == ("accuracy", 50.0, 75.0)
     assert [row["scores"]["relaxed"] for row in result.rows] == [1, 1, 1, 0]
 
@@ -212,7 +257,9 @@ def test_chartqa_has_both_accuracies_under_their_names(folder, monkeypatch):
 
 def test_faults_of_all_tasks_are_told_before_weights_are_read(folder, tmp_path, monkeypatch, capsys):
     write(folder, "mmvp", mmvp())
-    write(folder, "gqa", [{name: value for name, value in row.items() if name != "gt_answer"} for row in gqa()])
+    write(
+        folder, "gqa", [{name: value for name, value in row.items() if name != "gt_answer"} for row in gqa()]
+    )
     write(folder, "pope", gqa(3, image="none.png"))
     for name, n in (("mmvp", 4), ("gqa", 2), ("pope", 3)):
         small(monkeypatch, name, n)
@@ -222,16 +269,26 @@ def test_faults_of_all_tasks_are_told_before_weights_are_read(folder, tmp_path, 
         with pytest.raises(InputError) as error:
             scoring.evaluate_run(run.model_copy(update={"dry_run": dry_run}))
         first, second = str(error.value).split("\n")
-        assert "gqa.jsonl: 2 of 2 documents cannot be used: line 1: no gt_answer; line 2: no gt_answer. A line of gqa holds" in first
-        assert second.startswith("task pope: 1 of 1 pictures cannot be used: image ") and second.endswith("none.png' does not exist")
+        assert (
+            "gqa.jsonl: 2 of 2 documents cannot be used: line 1: no gt_answer; line 2: no gt_answer. A line of gqa holds"
+            in first
+        )
+        assert second.startswith("task pope: 1 of 1 pictures cannot be used: image ") and second.endswith(
+            "none.png' does not exist"
+        )
     words = ["eval", "--model", "8b-debug", "--run-dir", str(tmp_path / "runs"), "--tasks", "mmvp", "gqa"]
     for more in ([], ["--dry-run"]):
         assert cli.main([*words, *more]) == 2
         assert "no gt_answer" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("damage", "words"), [(lambda data: data[:-30], "b.jpg"), (lambda data: b"no picture", "of no known image format")])
-def test_a_picture_that_does_not_decode_is_found_where_it_is_asked(folder, tmp_path, monkeypatch, damage, words):
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [(lambda data: data[:-30], "b.jpg"), (lambda data: b"no picture", "of no known image format")],
+)
+def test_a_picture_that_does_not_decode_is_found_where_it_is_asked(
+    folder, tmp_path, monkeypatch, damage, words
+):
     Image.effect_noise((64, 64), 50).save(folder / "b.jpg")
     (folder / "b.jpg").write_bytes(damage((folder / "b.jpg").read_bytes()))
     write(folder, "gqa", [row | {"image": ["a.png", "b.jpg"][i]} for i, row in enumerate(gqa(2))])
@@ -247,7 +304,10 @@ def test_a_dry_run_shows_what_is_there_and_what_is_not(folder, tmp_path, monkeyp
     small(monkeypatch, "mmvp", 4)
     shown = str(score(run_of(tmp_path, "mmvp", "gqa", dry_run=True)))
     assert "would score mmvp, gqa" in shown and f"not here: task 'gqa': no documents at {folder}" in shown
-    with pytest.raises(ConfigError, match=rf"no documents at {folder}/gqa.jsonl; .* with key, image, question, gt_answer, or set MMKIT"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"no documents at {folder}/gqa.jsonl; .* with key, image, question, gt_answer, or set MMKIT",
+    ):
         score(run_of(tmp_path, "mmvp", "gqa"))
     with pytest.raises(ConfigError, match="names a task twice"):
         scoring.check_tasks(run_of(tmp_path, "mmvp", "mmvp"))
@@ -287,7 +347,10 @@ def test_what_ends_is_written_whatever_stops_the_next_task(folder, tmp_path, mon
 
 def test_two_evaluations_that_end_together_lose_no_result(tmp_path, monkeypatch):
     gate = threading.Barrier(4)
-    results = [Result(f"task {i}", {}, "x", 1, "m", {"m": 1.0}, rows=({"task": f"task {i}", "key": "k"},)) for i in range(4)]
+    results = [
+        Result(f"task {i}", {}, "x", 1, "m", {"m": 1.0}, rows=({"task": f"task {i}", "key": "k"},))
+        for i in range(4)
+    ]
 
     def end(result):
         gate.wait()
@@ -298,7 +361,9 @@ def test_two_evaluations_that_end_together_lose_no_result(tmp_path, monkeypatch)
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(tree["task"] for tree in read_results(tmp_path)["results"]) == [result.task for result in results]
+    assert sorted(tree["task"] for tree in read_results(tmp_path)["results"]) == [
+        result.task for result in results
+    ]
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 4
     monkeypatch.setattr(runner, "PATIENCE", 0.0)
     lock = FolderLock(Store(tmp_path), "writes results in it")
