@@ -31,7 +31,8 @@ from mmkit.values import checked, names_of, read_yaml
 if TYPE_CHECKING:
     from mmkit.data.check import Report
 
-TYPED = ("config", "file", "images", "pattern", "source", "base", "notebook", "parameters", "start_from")  # options that name files to read
+# options that name files to read
+TYPED = ("config", "file", "images", "pattern", "source", "base", "notebook", "parameters", "start_from")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -173,6 +174,7 @@ def _add_data(commands: Any) -> None:
     check.add_argument("--format", choices=formats, default="llava", help="of FILE (default: llava)")
     check.add_argument("--report", metavar="JSON", help="write the whole report here as well")
     check.add_argument("--decode", type=int, default=64, metavar="N", help="examples to open fully; more where faults are found (default: 64)")
+    check.add_argument("--all", action="store_const", const=sys.maxsize, dest="decode", help="open every example fully")
     add_run_options(check)
     shards = _command(kinds, "shards", _data_shards, "Write or check tar shards: samples, bad members, fields, per shard.")
     shards.add_argument("pattern", help="folder, file, URL or brace pattern: data/{000..012}.tar; with --from the folder to write")
@@ -301,16 +303,19 @@ def _get(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from mmkit.launch.launch import is_worker, launch
+    from mmkit.launch.launch import WORKER, is_worker, launch
     from mmkit.launch.machine import machine_of
-    from mmkit.launch.preflight import preflight
+    from mmkit.launch.preflight import data_notes, preflight
     from mmkit.notebook.progress import Progress
     from mmkit.sharding.environment import process_environment
 
     run = run_of(options)
     if is_worker():
+        speaks = process_environment(os.environ).rank == 0  # for the job's log
+        if speaks and WORKER not in os.environ:  # else the process that started this one has told
+            print("".join(f"{note}\n" for note in data_notes(run)), end="", flush=True)
         result = launch(run)
-        if process_environment(os.environ).rank == 0:  # for the job's log
+        if speaks:
             print(result)
         return 0
     report = preflight(run, machine_of(options.machine))

@@ -1,10 +1,11 @@
 """One writer a folder, on a disk or in an object store: the file ``.in-use`` in it says who writes there.
 
-It is made only where nobody has one, renewed each minute and removed at the end. Who finds one judges by what it says whether its writer is
-gone: a process of this machine by asking the system, an earlier start of the same SLURM job at once, any other after five minutes without a
-renewal. Locks of the operating system are not used: object stores and many network disks have none, and a network disk keeps those of a
-host that died. A writer that was out of reach for those minutes may find another in its place, so it asks (`FolderLock.check`) before it
-writes what cannot be undone.
+It is made only where nobody has one, renewed each minute and removed at the end. Who finds one judges by what
+it says whether its writer is gone: a process of this machine by asking the system, an earlier start of the
+same SLURM job at once, any other after five minutes without a renewal. Locks of the operating system are not
+used: object stores and many network disks have none, and a network disk keeps those of a host that died. A
+writer that was out of reach for those minutes may find another in its place, so it asks (`FolderLock.check`)
+before it writes what cannot be undone.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ log = logging.getLogger(__name__)
 
 
 class FolderLock:
-    """The right to write in a folder. ``use`` says for what, for the message that another gets: "trains in it".
+    """The right to write in a folder. ``use`` says for what, for the message that another gets: "trains in
+    it".
 
-    ``clock`` gives the time in seconds since 1970; the clocks of hosts that share a folder may differ by a minute or two.
+    ``clock`` gives the time in seconds since 1970; the clocks of hosts that share a folder may differ by a
+    minute or two.
     """
 
     def __init__(self, store: Store, use: str, clock: Callable[[], float] = time.time):
@@ -46,10 +49,12 @@ class FolderLock:
         self._end = threading.Event()
 
     def take(self, patience: float = 0.0) -> None:
-        """Takes the folder and renews the claim until `release`. ConfigError where another still writes there after ``patience`` seconds."""
+        """Takes the folder and renews the claim until `release`. ConfigError where another still writes there
+        after ``patience`` seconds."""
         now, process = self.clock(), psutil.Process()
         self.own = {
-            "use": self.use, "host": socket.gethostname(), "pid": process.pid, "started": process.create_time(), "system": system(),
+            "use": self.use, "host": socket.gethostname(), "system": system(),
+            "pid": process.pid, "started": process.create_time(),
             "job": os.environ.get("SLURM_JOB_ID", ""), "since": now, "renewed": now, "id": uuid.uuid4().hex,
         }  # fmt: skip
         until, settled = now + patience, True
@@ -57,7 +62,8 @@ class FolderLock:
             other = self._read()
             if other is None:
                 self.store.create(NAME, json.dumps(self.own).encode())
-                # whose it is now decides, not whether it was made: a reply may have been lost, and some object stores overwrite
+                # whose it is now decides, not whether it was made: a reply may have been lost, and some
+                # object stores overwrite
                 settled, other = settled and not self.store.remote, self._read()
             if other and other.get("id") == self.own["id"]:
                 if settled:
@@ -77,15 +83,16 @@ class FolderLock:
         threading.Thread(target=self._renew_until_end, name="folder lock", daemon=True).start()
 
     def release(self) -> None:
-        """Gives the folder back, where it is still ours. A store that cannot be reached keeps the file, which then counts as gone by itself."""
+        """Gives the folder back, where it is still ours. A store that cannot be reached keeps the file, which
+        then counts as gone by itself."""
         self._end.set()
         with contextlib.suppress(OSError):
             if (self._read() or {}).get("id") == self.own["id"]:
                 self.store.delete(NAME)
 
     def renew(self) -> None:
-        """Says that the writer is still there; notes where another has taken over. A store that cannot be reached now is told and tried
-        again at the next time."""
+        """Says that the writer is still there; notes where another has taken over. A store that cannot be
+        reached now is told and tried again at the next time."""
         try:
             found, now = self._read(), self.clock()
             if (
@@ -107,8 +114,10 @@ class FolderLock:
             self.renew()
         if self.lost:
             raise ConfigError(
-                f"{self.store.path()} was taken over by {self.lost}, since process {self.own['pid']} on {self.own['host']} gave no sign for "
-                f"{GONE / 60:.0f} minutes; nothing more is written here. Let one of them go on, or give this run another name (name=...)"
+                f"{self.store.path()} was taken over by {self.lost}, since process {self.own['pid']} on "
+                f"{self.own['host']} gave no sign for "
+                f"{GONE / 60:.0f} minutes; nothing more is written here. Let one of them go on, or give this "
+                f"run another name (name=...)"
             )
 
     def _renew_until_end(self) -> None:
@@ -116,7 +125,8 @@ class FolderLock:
             self.renew()
 
     def _read(self) -> dict[str, Any] | None:
-        """What the file says; None where there is none, nothing where it is none of ours or was never finished."""
+        """What the file says; None where there is none, nothing where it is none of ours or was never
+        finished."""
         for wait in (LOOK, 0.0):
             try:
                 text = self.store.read(NAME)
@@ -152,7 +162,8 @@ class FolderLock:
             else f". It was last heard of {age:.0f} s ago; where it is gone, the folder is free at {free}"
         )
         raise ConfigError(
-            f"{self.store.path()} is in use: {named(other)} {other.get('use', 'writes in it')}; wait for it or stop it, or give this run "
+            f"{self.store.path()} is in use: {named(other)} {other.get('use', 'writes in it')}; wait for it "
+            f"or stop it, or give this run "
             f"another name (name=...){where_gone}"
         )
 
@@ -167,7 +178,8 @@ def named(writer: dict[str, Any]) -> str:
 
 
 def system() -> str:
-    """What process numbers of this process mean something in: its machine since it was started, and its container."""
+    """What process numbers of this process mean something in: its machine since it was started, and its
+    container."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # Linux only; elsewhere the host's name has to do
         parts += [
@@ -178,7 +190,8 @@ def system() -> str:
 
 
 def runs(pid: Any, started: Any) -> bool:
-    """Whether process ``pid`` that began at ``started`` is still there, and not another that got its number."""
+    """Whether process ``pid`` that began at ``started`` is still there, and not another that got its
+    number."""
     try:
         process = psutil.Process(pid)
         return abs(process.create_time() - started) < 2 and process.status() != psutil.STATUS_ZOMBIE

@@ -51,7 +51,8 @@ def run_of(options: argparse.Namespace) -> RunConfig:
         if options.model or getattr(options, "stage", None):
             raise ConfigError("--config already says which model and stage; leave out --model and --stage")
         if not Path(options.config).is_file():
-            raise ConfigError(f"no config file {Path(options.config).absolute()}; a run folder holds one as config.yaml")
+            place = Path(options.config).absolute()
+            raise ConfigError(f"no config file {place}; a run folder holds one as config.yaml")
         run = load_file(options.config)
         overrides |= backend_settings(options.backend or "", "--backend")
         return changed(run, "the command line", **{name.replace(".", "__"): value for name, value in overrides.items()}) if overrides else run

@@ -120,8 +120,8 @@ class Store:
                 Path(part).unlink(missing_ok=True)
 
     def create(self, name: str, data: bytes) -> None:
-        """Writes one small file where there is none, and leaves one that is there; of several who try at once one succeeds (but on stores
-        that cannot promise it, so read it back)."""
+        """Writes one small file where there is none, and leaves one that is there; of several who try at once
+        one succeeds (but on stores that cannot promise it, so read it back)."""
         place = self._inner(name)
         if self.remote:
             try:

@@ -113,6 +113,20 @@ class Box:
             y2=min(max(self.y2, low_y), high_y),
         )
 
+    def fault(self, point: bool) -> str:
+        """What makes this no part of its picture ("" where it is one): inverted, empty, or nothing of it inside."""
+        left, top = self.frame.left, self.frame.top
+        right, bottom = left + self.frame.width, top + self.frame.height
+        numbers = "[" + ", ".join(f"{corner:g}" for corner in (self.corners[:2] if point else self.corners)) + "]"
+        if self.x2 < self.x1 or self.y2 < self.y1:
+            return f"{numbers} is inverted: its second corner lies before the first; boxes are [x1, y1, x2, y2], not x, y, width, height"
+        if not point and (self.x2 == self.x1 or self.y2 == self.y1):
+            return f"{numbers} is empty"
+        inside = left <= self.x1 <= right and top <= self.y1 <= bottom
+        if not point:
+            inside = self.x1 < right and self.x2 > left and self.y1 < bottom and self.y2 > top
+        return "" if inside else f"{numbers} lies outside its picture of {self.frame.width:g}x{self.frame.height:g} {self.frame.name}"
+
     def iou(self, other: Box) -> float:
         """Intersection over union; both boxes must be in one frame."""
         if self.frame != other.frame:

@@ -74,8 +74,19 @@ def drawn(mixture: Mixture, index: int, seed: int, epoch: int, train: bool) -> E
 
 
 def check_regions(example: Example, numbers: Iterable[int], sizes: Sequence[tuple[int, int]]) -> None:
-    """ImageError where one of these regions does not fit its picture; ``sizes`` are the pictures' (width,
-    height)."""
+    """ImageError where a region is no part of its picture, or the mask of one of ``numbers`` does not fit it; ``sizes`` are the
+    (width, height) of the pictures that were opened: fewer than the example has where it was cut."""
+    for region in example.regions:
+        box, place = region.box, region.image
+        if fault := box.fault(region.kind == "point"):
+            raise ImageError(f"a box {fault}", "box")
+        if place < len(sizes) and box.frame.name == "pixels" and (box.frame.width, box.frame.height) != tuple(sizes[place]):
+            width, height = sizes[place]
+            raise ImageError(
+                f"its boxes are in pixels of a {box.frame.width:g}x{box.frame.height:g} picture, as image_w and image_h say, but its "
+                f"picture {example.images[place].told} has {width}x{height}; give the boxes of this one, or the right picture",
+                "picture size",
+            )
     for region in (example.regions[number] for number in numbers):
         try:
             region_mask(region, *sizes[region.image])

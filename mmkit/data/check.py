@@ -8,6 +8,7 @@ and it is counted apart, as in training.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import os
@@ -20,11 +21,12 @@ from typing import Any
 import numpy as np
 
 from mmkit.config import ClipConfig, ConfigError, DataConfig, ModelConfig, SourceConfig, VlmConfig
+from mmkit.data.building import ClipBuilder, Pictures, VlmBuilder, check_regions, drawn
 from mmkit.data.conversation import Formatter
 from mmkit.data.example import TOO_LONG, BadRecord, Example, ImageRef, checked, checked_pair
 from mmkit.data.images import ImageError, image_size, open_image
 from mmkit.data.mixture import Mixture, Source
-from mmkit.data.readers import open_source
+from mmkit.data.readers import RecordSource, open_source
 from mmkit.data.shards import ShardSource, damage, inspect
 from mmkit.data.tar_index import NOTED, WHOLE
 from mmkit.data.templates import TEMPLATES, Rendered, render
@@ -115,10 +117,10 @@ def check(
 ) -> Report:
     """The report of a source, as training of ``model`` under ``data`` would find it; without a model, as any model would.
 
-    A vision-language model needs its ``formatter``. ``streamed``: the source is the first shards of a stream.
-    ``refused``: see `opened`.
+    A vision-language model needs its ``formatter``. At most ``decode`` samples are opened whole and at least as many of its
+    conversations tokenised as ``tokenise`` says, evenly apart. ``streamed``: the source is the first shards of a stream. ``refused``: see `opened`.
     """
-    return _Check(source, data or DataConfig(), model, formatter, refused).run(decode, tokenise, streamed)
+    return _Check(source, data or DataConfig(), model, formatter, refused).run(decode, max(decode, tokenise), streamed)
 
 
 def check_file(file: str, images: str | None = None, format: str = "llava", data: DataConfig | None = None, **options) -> Report:
@@ -140,6 +142,20 @@ def opened(config: SourceConfig, data: DataConfig) -> tuple[Source, str]:
         source = inspect(config.path, data.caption_key, config.filters)
         source.name = config.name
         return source, str(error)
+
+
+def record_notes(source: Source, most: int) -> list[str]:
+    """What becomes of the keys of a source's records, one line each: what is not read, what was chosen of several.
+
+    Up to ``most`` records are looked at, evenly apart; those that cannot be read are counted while training goes on.
+    """
+    counts: Counter[str] = Counter()
+    numbers = _spread(len(source), most).tolist() if isinstance(source, RecordSource) else []
+    for index in numbers:
+        with contextlib.suppress(BadRecord):
+            counts.update(source[index].notes)
+    part = f" (of {len(numbers):,} looked at, of {len(source):,} in all)" if len(numbers) < len(source) else ""
+    return [f"{source.name}: {count:,} {note}{part}" for note, count in counts.most_common()]
 
 
 def judge_together(reports: Sequence[Report], wanted: Sequence[int]) -> None:
@@ -234,19 +250,21 @@ class _Check:
     def _look(self, index: int) -> None:
         example = self.source[index]
         self._duplicates(example)
-        if any(turn.role == "assistant" and not turn.text.strip() for turn in example.turns):
-            self._note("empty answer", example.key)
+        for note in example.notes:
+            self._note(note, example.key)
         if not example.images:
             self._note("no image", example.key)
-        for ref in self.use.look(example):
-            self._size(ref, example)
-        for region in example.regions:
-            box = region.box
-            if box.clamped() != box or box.x1 > box.x2 or box.y1 > box.y2:
+        sizes = [self._size(ref, example) for ref in self.use.look(example)]
+        try:
+            check_regions(example, (), sizes)
+        except ImageError as error:
+            raise BadRecord(error.message, key=example.key, source=example.source, reason=error.reason) from None
+        for box in (region.box for region in example.regions):
+            if box.clamped() != box:
                 self._note("box outside", example.key, f"{box.corners} in {box.frame.width:g}x{box.frame.height:g}")
 
-    def _size(self, ref: ImageRef, example: Example) -> None:
-        """BadRecord where a picture is not there or no picture, each looked at once."""
+    def _size(self, ref: ImageRef, example: Example) -> tuple[int, int]:
+        """(width, height) of a picture, each looked at once; BadRecord where it is not there or no picture."""
         identity = ref.identity
         if identity not in self.sizes:
             try:
@@ -257,6 +275,7 @@ class _Check:
         found = self.sizes[identity]
         if isinstance(found, ImageError):
             raise BadRecord(found.message, key=example.key, source=example.source, reason=found.reason)
+        return found
 
     def _look_and_decode(self, index: int) -> None:
         self._look(index)
@@ -320,8 +339,6 @@ class _AnyModel:
 
     def decode(self, index: int) -> None:
         """Opens the example's pictures whole, and lays its regions on them."""
-        from mmkit.data.building import check_regions
-
         example = self.source[index]
         try:
             check_regions(example, range(len(example.regions)), [open_image(ref).size for ref in example.images])
@@ -334,8 +351,6 @@ class _Pairs(_AnyModel):
 
     def __init__(self, source: Source):
         import torch
-
-        from mmkit.data.building import ClipBuilder, Pictures
 
         super().__init__(source)
         self.builder = ClipBuilder(_alone(source), Pictures([lambda image: torch.zeros(1)]), None, seed=0, train=True)
@@ -351,7 +366,6 @@ class _Conversations(_AnyModel):
     """What a vision-language model asks, by `planning.ConversationPlan` and `building.VlmBuilder`."""
 
     def __init__(self, source: Source, data: DataConfig, model: VlmConfig, formatter: Formatter):
-        from mmkit.data.building import Pictures, VlmBuilder
         from mmkit.data.planning import ConversationPlan
 
         super().__init__(source)
@@ -380,8 +394,6 @@ class _Conversations(_AnyModel):
             raise BadRecord(problems[0].message, key=problems[0].key, source=problems[0].source, reason=problems[0].reason)
 
     def _drawn(self, index: int) -> Example:
-        from mmkit.data.building import drawn
-
         return drawn(self.mixture, index, seed=0, epoch=0, train=True)
 
 

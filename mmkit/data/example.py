@@ -68,6 +68,12 @@ class ImageRef:
         array = np.asarray(self.data)
         return hashlib.sha1(repr(array.shape).encode() + array.tobytes()).hexdigest()
 
+    @property
+    def told(self) -> str:
+        """How a message names it: by at most 200 characters of its name or path, or by its type."""
+        name = str(self.name or (self.data if isinstance(self.data, str | Path) else type(self.data).__name__))
+        return repr(name) if len(name) <= 200 else f"{name[:40]!r}... ({len(name):,} characters)"
+
     def __eq__(self, other) -> bool:
         return isinstance(other, ImageRef) and self.identity == other.identity
 
@@ -107,7 +113,8 @@ class Region:
 class Example:
     """A conversation, its pictures and regions, and where it came from.
 
-    ``meta`` holds what tasks and figures need besides (answer, question type, category, concept ...).
+    ``meta`` holds what tasks and figures need besides (answer, question type, category, concept ...). ``notes`` say what of its
+    record was not read or was chosen, each in words that follow a count: "records have key 'lecture' that is not read".
     """
 
     key: str
@@ -116,6 +123,7 @@ class Example:
     regions: tuple[Region, ...] = ()
     source: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         pictures = ", ".join(image.identity for image in self.images) or "none"

@@ -57,7 +57,7 @@ def open_image(ref: ImageRef, max_pixels: int = MAX_PIXELS) -> Image.Image:
             return _to_rgb(image)
     except _DAMAGED as error:
         reason = "truncated image" if "trunc" in str(error).lower() else "undecodable image"
-        raise ImageError(f"image {_name(ref)} does not decode ({error})", reason) from None
+        raise ImageError(f"image {ref.told} does not decode ({error})", reason) from None
 
 
 def image_size(ref: ImageRef, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
@@ -78,7 +78,7 @@ def content_hash(ref: ImageRef) -> str:
         except FileNotFoundError as error:
             raise _absent(ref, error) from None
         except OSError as error:
-            raise ImageError(f"image {_name(ref)} cannot be read ({error})", "missing image") from None
+            raise ImageError(f"image {ref.told} cannot be read ({error})", "missing image") from None
     elif not isinstance(data, bytes):
         array = np.asarray(data)
         data = repr((array.shape, array.dtype.str)).encode() + array.tobytes()
@@ -101,14 +101,14 @@ def _lazy(ref: ImageRef, max_pixels: int) -> Image.Image:
     except FileNotFoundError as error:
         raise _absent(ref, error) from None
     except Image.DecompressionBombError:
-        raise ImageError(f"image {_name(ref)} has more than the allowed {max_pixels:,} pixels", "too large image") from None
+        raise ImageError(f"image {ref.told} has more than the allowed {max_pixels:,} pixels", "too large image") from None
     except UnidentifiedImageError:
-        raise ImageError(f"image {_name(ref)} is of no known image format") from None
+        raise ImageError(f"image {ref.told} is of no known image format") from None
     except _DAMAGED as error:
-        raise ImageError(f"image {_name(ref)} cannot be opened ({error})") from None
+        raise ImageError(f"image {ref.told} cannot be opened ({str(error)[:120]})") from None
     if image.width * image.height > max_pixels:
         raise ImageError(
-            f"image {_name(ref)} has {image.width}x{image.height} pixels, more than the allowed {max_pixels:,}", "too large image"
+            f"image {ref.told} has {image.width}x{image.height} pixels, more than the allowed {max_pixels:,}", "too large image"
         )
     return image
 
@@ -120,7 +120,7 @@ def _of_array(ref: ImageRef, corner: bool = False) -> Image.Image:
         with contextlib.suppress(*_DAMAGED):
             return Image.fromarray(array[:1, :1] if corner else array)
     raise ImageError(
-        f"image {_name(ref)} is an array of shape {array.shape} and type {array.dtype}; "
+        f"image {ref.told} is an array of shape {array.shape} and type {array.dtype}; "
         "give (height, width) of numbers or (height, width, 3 or 4) of uint8"
     )
 
@@ -129,8 +129,8 @@ def _absent(ref: ImageRef, error: FileNotFoundError) -> ImageError:
     """Of a file that is not there, or of a URL that did not answer: fsspec calls both FileNotFoundError, the latter with a cause."""
     cause = error.__cause__
     if cause is None or isinstance(cause, FileNotFoundError):
-        return ImageError(f"image {_name(ref)} does not exist", "missing image")
-    return ImageError(f"image {_name(ref)} cannot be fetched ({type(cause).__name__}: {cause})", "unreachable image")
+        return ImageError(f"image {ref.told} does not exist", "missing image")
+    return ImageError(f"image {ref.told} cannot be fetched ({type(cause).__name__}: {cause})", "unreachable image")
 
 
 def _orientation(image: Image.Image) -> int | None:
@@ -179,7 +179,3 @@ def _read(path: str | Path) -> bytes:
         with fsspec.open(str(path), "rb") as file:
             return file.read()
     return Path(path).read_bytes()
-
-
-def _name(ref: ImageRef) -> str:
-    return repr(ref.name or (str(ref.data) if isinstance(ref.data, str | Path) else type(ref.data).__name__))

@@ -21,7 +21,9 @@ from mmkit.data.jsonl_index import JsonLines
 from mmkit.data.mixture import Mixture, Source, example_length
 from mmkit.data.recipe import sources_of
 from mmkit.data.record_facts import facts
-from mmkit.data.records import CAPTION_FIELDS, IMAGE_FIELDS, example_of, grit_example, images_of, key_of
+from mmkit.data.picture_fields import IMAGE_FIELDS
+from mmkit.data.record import shown
+from mmkit.data.records import CAPTION_FIELDS, example_of, is_record, key_of
 
 LONGEST_CELL = 1 << 24  # characters of a CSV cell; the csv module's own limit of 131,072 is less than a long conversation
 QUOTES = "A cell that begins with a quote must end with one, and quotes inside it are doubled"
@@ -30,7 +32,7 @@ LARGE_JSON = 1 << 26  # a JSON list beyond this size is rewritten once as JSONL 
 
 
 class RecordSource:
-    """Examples of records in LLaVA's form (and what Hugging Face sets and CSV files call the same things)."""
+    """Examples of the records of a file, in any of the forms of docs/data-formats.md."""
 
     def __init__(self, name: str, records: Sequence[dict[str, Any]], folder: str | None, fingerprint: str = ""):
         self.name, self.records, self.folder, self.fingerprint = name, records, folder, fingerprint
@@ -41,24 +43,19 @@ class RecordSource:
     def __getitem__(self, index: int) -> Example:
         return self._made(index, lambda record, key: example_of(record, key, self.name, self.folder))
 
-    def group(self, index: int) -> tuple[str, ...]:
-        """Identities of the example's pictures, without building it; none where the record cannot be read."""
+    def described(self, index: int) -> tuple[tuple[str, ...], int]:
+        """(identities of the example's pictures, its words); none and 0 where it cannot be read."""
         try:
-            return self._made(index, lambda record, _: tuple(ref.identity for ref in images_of(record, self.folder)))
+            example = self[index]
         except BadRecord:
-            return ()
-
-    def length(self, index: int) -> int:
-        """Words of the example; 0 where it cannot be read."""
-        try:
-            return example_length(self[index])
-        except BadRecord:
-            return 0
+            return (), 0
+        return tuple(ref.identity for ref in example.images), example_length(example)
 
     @functools.cached_property
     def facts(self) -> dict[str, np.ndarray]:
-        """``groups`` (`group` as a number) and ``lengths`` of all examples, (n,) int64 each; read once and kept where reading is slow."""
-        return facts(self.records, lambda index: (self.group(index), self.length(index)), f"{type(self).__name__} {self.folder}")
+        """``groups`` (the number of its pictures) and ``lengths`` (its words) of all examples, (n,) int64 each; read once and
+        kept where reading is slow."""
+        return facts(self.records, self.described, f"{type(self).__name__} {self.folder}")
 
     def _made(self, index: int, make: Callable[[dict[str, Any], str], Any]) -> Any:
         """``make`` of a record and its key. Whatever one record is like, its failure is a BadRecord that names it and ends no run."""
@@ -81,12 +78,9 @@ class RecordSource:
 class GritSource(RecordSource):
     """Examples of Ferret's GRIT records; `draw` chooses points or boxes as training does."""
 
-    def __getitem__(self, index: int) -> Example:
-        return self.draw(index, None)
-
     def draw(self, index: int, rng: np.random.Generator | None) -> Example:
         """The example with its user's regions as points or boxes, chosen by ``rng``; as boxes without it."""
-        return self._made(index, lambda record, key: grit_example(record, key, self.name, self.folder, rng))
+        return self._made(index, lambda record, key: example_of(record, key, self.name, self.folder, rng))
 
 
 def open_source(config: SourceConfig, data: DataConfig | None = None) -> Source:
@@ -129,7 +123,8 @@ def records_of(path: str | os.PathLike) -> Sequence[dict[str, Any]]:
         first = file.read(1 << 16).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     if not first:
         raise ConfigError(f"data file {path} is empty; it needs one JSON object a line, or a JSON list of objects")
-    if first == b"{" and not _is_one_object(path):
+    if first == b"{":
+        _refuse_one_object(path)
         return JsonLines(path)
     if first == b"[":
         return _json_list(path)
@@ -147,15 +142,42 @@ def _found(path: str | os.PathLike, what: str) -> Path:
     return path
 
 
-def _is_one_object(path: Path) -> bool:
-    """Whether a file that starts like JSONL has its first object spread over several lines."""
+def _refuse_one_object(path: Path) -> None:
+    """ConfigError where a file holds one JSON object and no records, with its form and what to make of it.
+
+    So GQA's questions are published, the annotations of VQA and COCO, ScienceQA's problems and SQuAD-like data.
+    """
     with path.open("rb") as file:
-        line = file.readline().removeprefix(b"\xef\xbb\xbf").strip()
+        line = file.readline(LARGE_JSON).removeprefix(b"\xef\xbb\xbf").strip()
+        more = file.read(1 << 16).strip()
     try:
-        json.loads(line)
-    except ValueError:
-        return line == b"{"
-    return False
+        found = json.loads(line)
+        if more or not isinstance(found, dict) or is_record(found):
+            return
+    except (ValueError, RecursionError):
+        if len(line) < LARGE_JSON // 2 and line not in (b"{", b'{"') and not line.endswith((b"{", b"[", b",")):
+            return  # a damaged line of JSONL, counted where it is read
+        try:
+            found = _loaded(path) if path.stat().st_size < 8 * LARGE_JSON else {}
+        except ConfigError:
+            found = {} if line == b"{" else None
+        if not isinstance(found, dict):
+            return
+    keys = ", ".join(shown(str(key)) for key in list(found)[:3]) + (f", ... {len(found):,} in all" if len(found) > 3 else "")
+    lists = {key: value for key, value in found.items() if isinstance(value, list) and value and isinstance(value[0], dict)}
+    if {"images", "annotations"} <= lists.keys():
+        form = "COCO form; make one line a picture, with its captions, or its boxes as GRIT has them"
+    elif {"questions", "annotations"} & lists.keys():
+        form = "VQA form; make one line a question, with the picture, question and answers that its question_id joins"
+    elif lists:
+        name, rows = max(lists.items(), key=lambda pair: len(pair[1]))
+        form = f"the {len(rows):,} objects of {shown(name)} may be records; write that list to a file of its own"
+    elif found and all(isinstance(value, dict) for value in found.values()):
+        asks = any("question" in value for value in found.values())
+        form = "GQA form; make one line a question, its key as id" if asks else "make one line of each object, its key as id"
+    else:
+        form = "write one record a line (JSONL), or a JSON list of records"
+    raise ConfigError(f"data file {path} holds one JSON object (keys {keys or 'not read'}), not records: {form}")
 
 
 def _json_list(path: Path) -> Sequence[dict[str, Any]]:

@@ -16,7 +16,7 @@ import numpy as np
 from mmkit.data.jsonl_index import HEADER, JsonLines, kept_beside
 
 SUFFIX = ".mmkit-facts"
-_VERSION = 1  # of what the numbers mean; another one builds them anew
+_VERSION = 2  # of what the numbers mean; another one builds them anew
 _BAR = 100_000  # records from here on show a progress bar
 Describe = Callable[[int], tuple[Any, int]]  # number of a record -> identity of its pictures (empty: none), length
 

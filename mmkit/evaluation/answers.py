@@ -72,15 +72,17 @@ def within(value: str, reference: str) -> bool:
 
 
 def relaxed(answer: str, truth: str) -> bool:
-    """ChartQA's relaxed accuracy (arXiv 2203.10244, section 5.1) as pix2struct's ``relaxed_correctness`` has it: within 5% of the truth
-    where both are numbers, a percent sign divides by 100 ("5%" is "0.05"); else the same text but for case. A truth of 0 is compared as
-    text."""
-    numbers = []
-    for text in (answer.strip(), truth.strip()):
+    """ChartQA's relaxed accuracy (arXiv 2203.10244, section 5.1) as pix2struct's ``relaxed_correctness`` has
+    it: within 5% of the truth where both are numbers, a percent sign divides by 100 ("5%" is "0.05"); else
+    the same text but for case. A truth of 0 is compared as text."""
+    answer, truth, numbers = answer.strip(), truth.strip(), []
+    for text in (answer, truth):
         number = as_number(text.removesuffix("%"))
         numbers.append(number / 100 if number is not None and text.endswith("%") else number)
     got, want = numbers
-    return abs(got - want) / abs(want) <= 0.05 if got is not None and want else answer.strip().lower() == truth.strip().lower()
+    if got is None or not want:
+        return answer.lower() == truth.lower()
+    return abs(got - want) / abs(want) <= 0.05
 
 
 # ---------------------------------------------------------------- VQA soft accuracy

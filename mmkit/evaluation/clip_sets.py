@@ -86,13 +86,16 @@ def class_names(name: str, root: str) -> tuple[str, ...]:
     path = f"{folder_of(name, root)}/classnames.txt"
     names = tuple(line.strip() for line in _text(path, f"{name}: the class names are missing").splitlines())
     if empty := [number for number, one in enumerate(names, start=1) if not one]:
-        raise InputError(f"{name}: line {empty[0]} of {path} is empty; each line is the name of a class, the first of class 0")
+        what = "each line is the name of a class, the first of class 0"
+        raise InputError(f"{name}: line {empty[0]} of {path} is empty; {what}")
     # ImageNet's own list has two names twice, and its variants take theirs from it
-    known = collections.repeated_imagenet_names() if name in (*collections.IMAGENET_NAMES, *collections.ROBUSTNESS) else set()
+    of_imagenet = name in (*collections.IMAGENET_NAMES, *collections.ROBUSTNESS)
+    known = collections.repeated_imagenet_names() if of_imagenet else set()
     for number, one in enumerate(names):
         if one in names[:number] and one not in known:
             raise InputError(
-                f"{name}: lines {names.index(one) + 1} and {number + 1} of {path} are both {one!r}; two classes of one name cannot be told apart"
+                f"{name}: lines {names.index(one) + 1} and {number + 1} of {path} are both {one!r}; two "
+                f"classes of one name cannot be told apart"
             )
     return names
 
@@ -102,7 +105,8 @@ def _classes(text: str) -> list[int]:
 
 
 def look(names: Iterable[str], limit: int | None = None) -> dict[str, Callable[[], dict[str, int]]]:
-    """What looks at the documents of each demo task and each set of ``names``, before a model is there (`check_set`)."""
+    """What looks at the documents of each demo task and each set of ``names``, before a model is there
+    (`check_set`)."""
     from mmkit.evaluation.tasks import pack_documents
     from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS, PACK
 
@@ -118,18 +122,21 @@ def look(names: Iterable[str], limit: int | None = None) -> dict[str, Callable[[
         if name in CLIP_TASKS:
             found[name] = demo
         elif limit is not None:
-            raise ConfigError(f"evaluation.limit = {limit}: set {name!r} is scored whole or not at all; remove the limit")
+            why = f"set {name!r} is scored whole or not at all; remove the limit"
+            raise ConfigError(f"evaluation.limit = {limit}: {why}")
         else:
-            found |= {member: functools.partial(check_set, member, data_root()) for member in collections.members(name)}
+            members = collections.members(name)
+            found |= {member: functools.partial(check_set, member, data_root()) for member in members}
     return found
 
 
 def check_set(name: str, root: str) -> dict[str, int]:
-    """Looks at every sample of a set: its class is one of the names, or it has captions, and its picture decodes. InputError otherwise; a
-    warning where classes have no sample. Of a set in a bucket the names alone are looked at: it would be fetched twice."""
+    """Looks at every sample of a set: its class is one of the names, or it has captions, and its picture
+    decodes. InputError otherwise; a warning where classes have no sample. Of a set in a bucket the names
+    alone are looked at: it would be fetched twice."""
     folder = folder_of(name, root)
     if Store(folder).size("test/nshards.txt") is None:
-        raise ConfigError(f"task {name!r}: no set at {folder}; put clip-benchmark's tar set there, or set MMKIT_EVAL_DATA to where it is")
+        raise absent(name, folder)
     documents, names = open_set(name, root, lambda image: image)
     n = len(documents)
     if Store(folder).remote:
@@ -153,16 +160,19 @@ def check_set(name: str, root: str) -> dict[str, int]:
     seen = {number for found, _ in samples for number in found}
     faults = [fault for _, fault in samples if fault]
     if outside := sorted(number for number in seen if not 0 <= number < len(names)):
-        from_one = "; the classes seem to be counted from 1" if min(seen) == 1 and outside == [len(names)] else ""
+        shifted = min(seen) == 1 and outside == [len(names)]
+        from_one = "; the classes seem to be counted from 1" if shifted else ""
         raise InputError(
-            f"{name}: {listed(faults, n, 'samples')}. {folder}/classnames.txt has {len(names)} names, of the classes 0 to {len(names) - 1}, and "
+            f"{name}: {listed(faults, n, 'samples')}. {folder}/classnames.txt has {len(names)} names, of the "
+            f"classes 0 to {len(names) - 1}, and "
             f"cls goes from {min(seen)} to {max(seen)}{from_one}"
         )
     if faults:
         raise InputError(f"{name}: {listed(faults, n, 'samples')}")
     if names and (unused := [one for number, one in enumerate(names) if number not in seen]):
         log.warning(
-            "%s: %d of the %d classes of %s/classnames.txt have no sample (%s); names that belong to no class lower the score",
+            "%s: %d of the %d classes of %s/classnames.txt have no sample (%s); names that belong to no "
+            "class lower the score",
             name, len(unused), len(names), folder, ", ".join(unused[:5]),
         )  # fmt: skip
     return {"documents": n, "asked": n, "pictures": n}
@@ -209,7 +219,13 @@ def check_names(names: Iterable[str], present: bool = True) -> None:
             groups = ", ".join((*CLIP_TASKS, *collections.COLLECTIONS))
             raise ConfigError(f"no task {name!r}{nearest(name, known)}; tasks are {groups} and the sets of these collections")
     for name, folder in absent_sets(names).items() if present else ():
-        raise ConfigError(f"task {name!r}: no set at {folder}; put clip-benchmark's tar set there, or set MMKIT_EVAL_DATA to where it is")
+        raise absent(name, folder)
+
+
+def absent(name: str, folder: str) -> ConfigError:
+    """What is said of a set that is not on the disk."""
+    what_to_do = "put clip-benchmark's tar set there, or set MMKIT_EVAL_DATA to where it is"
+    return ConfigError(f"task {name!r}: no set at {folder}; {what_to_do}")
 
 
 def absent_sets(names: Iterable[str]) -> dict[str, str]:
@@ -250,8 +266,8 @@ def data_root() -> str:
 def results_of(
     names: Iterable[str], towers: Towers, *, batch: int = 64, share: Share = Share(), limit: int | None = None
 ) -> Iterator[Result]:
-    """Demo tasks (``limit`` documents of each), and sets or collections under `data_root` beside the two public ViT-L/14; each
-    result when its task ends. All processes call this.
+    """Demo tasks (``limit`` documents of each), and sets or collections under `data_root` beside the two
+    public ViT-L/14; each result when its task ends. All processes call this.
 
     A collection whose average is published (VTAB, VTAB+, ImageNet robustness) has it as a result of its own
     behind its sets.
@@ -302,7 +318,8 @@ def _average(name: str, sets: Sequence[Result]) -> Result:
     from mmkit.evaluation.task import hash_of
 
     rule = "mean of acc1, multi-label sets left out"
-    spec = {"name": name, "version": 1, "sets": {result.task: result.spec_hash for result in sets}, "rule": rule}
+    members = {result.task: result.spec_hash for result in sets}
+    spec = {"name": name, "version": 1, "sets": members, "rule": rule}
     controls = {}
     for key in ("laion2b_l14", "openai_l14"):
         public = {result.task: result.controls[key]["metrics"] for result in sets}

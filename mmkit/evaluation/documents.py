@@ -1,6 +1,8 @@
-"""Documents looked at whole before a model is: fields and types of a benchmark's lines, and every picture decoded.
+"""Documents looked at whole before a model is: fields and types of a benchmark's lines, and every picture
+decoded.
 
-A fault that only the scorer of the last question would meet costs hours of answers; one that no scorer meets costs a score that is wrong.
+A fault that only the scorer of the last question would meet costs hours of answers; one that no scorer meets
+costs a score that is wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def is_number(value: Any) -> bool:
 
 
 def letter_of(value: Any, brackets: bool = True) -> int | None:
-    """The place of the option that a letter names, from 0: "B", and with ``brackets`` "(B)"; None for anything else."""
+    """The place of the option that a letter names, from 0: "B", and with ``brackets`` "(B)"; None for
+    anything else."""
     text = value.strip().upper() if isinstance(value, str) else ""
     text = text.strip("()") if brackets else text
     return LETTERS.index(text) if len(text) == 1 and text in LETTERS else None
@@ -104,7 +107,8 @@ def field_faults(
 
 
 def option_fault(row: Mapping[str, Any], truth: Kind, apart: bool) -> str:
-    """Where ``truth`` names an option by letter or number: what is wrong with that option. ``apart``: options are no part of the question."""
+    """Where ``truth`` names an option by letter or number: what is wrong with that option. ``apart``: options
+    are no part of the question."""
     if truth not in ("letter", "bare letter", "option"):
         return ""
     if "options" not in row:

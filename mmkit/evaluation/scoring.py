@@ -30,12 +30,12 @@ def evaluate_run(
     run: RunConfig, *, share: Share = Share(), progress: Progress | None = None, checked: bool = False
 ) -> list[Result]:
     """Scores the run's export on every task of ``run.evaluation``, and adds each to results.json and
-    samples.jsonl in its folder when it ends: what stops a later task, an interrupt or an error, leaves it there. Its backend is
-    that of one process on one device (`launch.launch.for_this_machine`).
+    samples.jsonl in its folder when it ends: what stops a later task, an interrupt or an error, leaves it
+    there. Its backend is that of one process on one device (`launch.launch.for_this_machine`).
 
-    Before weights are read: ConfigError naming the command that makes a missing export, or the nearest task of an unknown one;
-    InputError where documents cannot be used (`check_documents`; ``checked`` where the caller has done that) or the folder's
-    results.json is damaged.
+    Before weights are read: ConfigError naming the command that makes a missing export, or the nearest task
+    of an unknown one; InputError where documents cannot be used (`check_documents`; ``checked`` where the
+    caller has done that) or the folder's results.json is damaged.
     """
     check_tasks(run)
     if not checked:
@@ -53,7 +53,8 @@ def evaluate_run(
     except (Exception, KeyboardInterrupt):
         if results:
             done = ", ".join(result.task for result in results)
-            log.warning("stopped; what was scored before is in %s: %s", Store(run.folder).path("results.json"), done)
+            place = Store(run.folder).path("results.json")
+            log.warning("stopped; what was scored before is in %s: %s", place, done)
         raise
     return results
 
@@ -83,7 +84,8 @@ def evaluate_model(
     share: Share = Share(),
     progress: Progress | None = None,
 ) -> Iterator[Result]:
-    """The same for a model at hand, which was put where ``backend`` is (`opened`): each task's result when it ends; nothing is written."""
+    """The same for a model at hand, which was put where ``backend`` is (`opened`): each task's result when it
+    ends; nothing is written."""
     settings = run.evaluation
     if isinstance(config, ClipConfig):
         from mmkit.evaluation.clip_sets import results_of
@@ -119,9 +121,11 @@ def evaluate_model(
 
 
 def check_documents(run: RunConfig) -> list[dict[str, Any]]:
-    """Looks at every document that ``run`` asks: complete sets, their fields, and each picture decoded. One row a task.
+    """Looks at every document that ``run`` asks: complete sets, their fields, and each picture decoded. One
+    row a task.
 
-    InputError with the faults of all tasks; ConfigError for documents that are not here, which a dry run has as a row.
+    InputError with the faults of all tasks; ConfigError for documents that are not here, which a dry run has
+    as a row.
     """
     check_tasks(run)
     if isinstance(run.model, ClipConfig):
@@ -131,7 +135,8 @@ def check_documents(run: RunConfig) -> list[dict[str, Any]]:
     else:
         from mmkit.evaluation.tasks.table import TASKS
 
-        looks = {name: functools.partial(_look, TASKS[name], run.evaluation.limit) for name in run.evaluation.tasks}
+        limit = run.evaluation.limit
+        looks = {name: functools.partial(_look, TASKS[name], limit) for name in run.evaluation.tasks}
     rows, faults = [], []
     for name, look_at in looks.items():
         try:
@@ -139,7 +144,8 @@ def check_documents(run: RunConfig) -> list[dict[str, Any]]:
         except ConfigError as error:
             if not run.dry_run:
                 raise
-            rows.append({"task": name, "documents": 0, "asked": 0, "pictures": 0, "state": f"not here: {error}"})
+            nothing = {"documents": 0, "asked": 0, "pictures": 0}
+            rows.append({"task": name} | nothing | {"state": f"not here: {error}"})
         except InputError as error:
             faults.append(str(error))
     if faults:
@@ -148,7 +154,8 @@ def check_documents(run: RunConfig) -> list[dict[str, Any]]:
 
 
 def _look(task: Task, limit: int | None) -> dict[str, int]:
-    """How many documents a task has, how many of them are asked and about how many pictures; InputError where one cannot be used."""
+    """How many documents a task has, how many of them are asked and about how many pictures; InputError where
+    one cannot be used."""
     task.available()
     everything = task.checked_documents()
     asked = everything if limit is None else task.checked_documents(limit)
@@ -159,15 +166,16 @@ def _look(task: Task, limit: int | None) -> dict[str, int]:
 
 
 def check_tasks(run: RunConfig) -> None:
-    """ConfigError for a run without tasks, with one that is not in the table of its kind of model or is named twice, or whose
-    documents are not here (a dry run has those in `check_documents`). Nothing is opened."""
+    """ConfigError for a run without tasks, with one that is not in the table of its kind of model or is named
+    twice, or whose documents are not here (a dry run has those in `check_documents`). Nothing is opened."""
     from mmkit.evaluation.clip_sets import check_names
     from mmkit.evaluation.tasks.table import TASKS
 
     if not run.evaluation.tasks:
         raise ConfigError(f"evaluation.tasks of {run.preset!r} is empty; name at least one task")
     if len(set(run.evaluation.tasks)) < len(run.evaluation.tasks):
-        raise ConfigError(f"evaluation.tasks names a task twice: {', '.join(run.evaluation.tasks)}; leave one out")
+        names = ", ".join(run.evaluation.tasks)
+        raise ConfigError(f"evaluation.tasks names a task twice: {names}; leave one out")
     if isinstance(run.model, ClipConfig):
         return check_names(run.evaluation.tasks, present=not run.dry_run)
     for name in run.evaluation.tasks:
@@ -194,7 +202,8 @@ def export_of(run: RunConfig) -> str:
             check_parent(folder, found)
             return found
     stage = "pretrain" if isinstance(run.model, ClipConfig) else "finetune"
-    raise ConfigError(f"no export to score in {' or '.join(Store(each).path() for each in folders)}; {how_to_train(run, stage, 'make one with')}")
+    places = " or ".join(Store(each).path() for each in folders)
+    raise ConfigError(f"no export to score in {places}; {how_to_train(run, stage, 'make one with')}")
 
 
 HEADLINES: Mapping[str, tuple[str, ...]] = {

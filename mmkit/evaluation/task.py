@@ -84,7 +84,8 @@ class Task:
     groups: tuple[str, ...] = ()
     prior: Callable[[], Sequence[tuple[str, str]]] | None = None
     shuffled_control: bool = True
-    together: Callable[[Sequence[Example]], Sequence[Hashable]] | None = None  # for each document what names those it counts together with
+    # for each document what names those it counts together with
+    together: Callable[[Sequence[Example]], Sequence[Hashable]] | None = None
     available: Callable[[], None] = lambda: (
         None
     )  # raises ConfigError, before weights are read, where documents must be put somewhere first
@@ -96,8 +97,8 @@ class Task:
         """All documents, or ``limit`` of them in their order; InputError where the set is not complete.
 
         Where a control shuffles pictures, or kinds of question are scored apart, the limited ones are the
-        first of a fixed shuffle: the first in order would be questions about one picture. Documents that count together come
-        together, so there may be some more than ``limit``.
+        first of a fixed shuffle: the first in order would be questions about one picture. Documents that
+        count together come together, so there may be some more than ``limit``.
         """
         found = list(self.documents())
         wanted = self.n_expected if isinstance(self.n_expected, tuple) else (self.n_expected,)

@@ -127,15 +127,16 @@ def launch(run: RunConfig, on_log: Callable[[Record], None] | None = None) -> La
 def for_this_machine(run: RunConfig) -> RunConfig:
     """``run`` resolved for the machine found here; a worker's stays as its launcher resolved it.
 
-    Workers that torchrun, srun or mpirun started on a run which leaves something open choose for as many devices as there are workers:
-    each finds the same machine, so all choose the same.
+    Workers that torchrun, srun or mpirun started on a run which leaves something open choose for as many
+    devices as there are workers: each finds the same machine, so all choose the same.
     """
     from mmkit.launch.choose import for_machine
     from mmkit.launch.machine import check_is_here, machine_of
     from mmkit.sharding.environment import process_environment, started_by, started_here
 
     if is_worker():
-        process_environment(os.environ)  # says what is missing of a launcher's variables before anything is decided by them
+        # says what is missing of a launcher's variables before anything is decided by them
+        process_environment(os.environ)
         if run.resolved:
             return run
     machine, world = machine_of(), started_by(os.environ)[1]

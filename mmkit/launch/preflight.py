@@ -5,6 +5,7 @@ The model is built on the meta device, full-sized and without a byte of weights,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from mmkit.launch.requirements import Requirement
 
 TRAINING, VALIDATION = "training", "validation"
+LOOKED_AT = 20_000  # records whose keys are looked at before training, over all sources: 1 to 2 s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Preflight:
     shapes: tuple[dict[str, Any], ...] = ()  # of a dry run: what one micro-batch looks like on its way through the model
     missing: tuple[Requirement, ...] = ()  # weights and data that are not here
     disk: tuple[dict[str, Any], ...] = ()  # one row a thing that the run writes or fetches
+    notes: tuple[str, ...] = ()  # what of the data's records is not read, or was chosen of several
 
     @property
     def run(self) -> RunConfig:
@@ -56,14 +59,16 @@ class Preflight:
         found = {"chosen for the machine": self.choice.rows}
         found |= {"parameters and memory of one device": self.rows(), "adapters": self.adapters, "data": self.sources, "shapes": self.shapes}
         found |= {"missing here": [need.row() for need in self.missing], "disk": self.disk}
+        found |= {"what of the records is not read": [{"source and what": note} for note in self.notes]}
         return [(caption, list(rows)) for caption, rows in found.items() if rows]
 
     def at_start(self) -> str:
-        """What is worth saying as training begins: what is missing (weights come from the hub now), and the adapters."""
+        """What is worth saying as training begins: what is missing (weights come from the hub now), the adapters, and what of the
+        records is not read."""
         from mmkit.launch.requirements import told
         from mmkit.notebook.tables import text
 
-        tables = (str(self.choice), told(self.missing), self.adapters and f"adapters\n{text(self.adapters)}")
+        tables = (str(self.choice), told(self.missing), self.adapters and f"adapters\n{text(self.adapters)}", "\n".join(self.notes))
         return "".join(f"{table}\n" for table in tables if table)
 
     def _repr_html_(self) -> str:
@@ -114,7 +119,7 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     if not run.dry_run:
         check_disk(plan)
     shapes = check_shapes(run, module) if run.dry_run and run.model.kind == "vlm" else ()
-    return Preflight(choice, plan, tuple(sources), tuple(adapters), tuple(shapes), needs, tuple(disk_rows(plan, needs)))
+    return Preflight(choice, plan, tuple(sources), tuple(adapters), tuple(shapes), needs, tuple(disk_rows(plan, needs)), data_notes(run))
 
 
 def check_start(run: RunConfig) -> None:
@@ -226,6 +231,20 @@ def data_rows(run: RunConfig) -> tuple[list[dict[str, Any]], int | None]:
     return rows, total or None
 
 
+def data_notes(run: RunConfig) -> tuple[str, ...]:
+    """What of the records of a run's sources is not read, one line a source and kind; sources that are not here say nothing."""
+    from mmkit.data.check import record_notes
+    from mmkit.data.readers import open_source
+
+    sources = [(config, use) for config, use in sources_of(run) if config.format not in ("webdataset", "pack")]
+    notes: list[str] = []
+    for config, use in sources:
+        with contextlib.suppress(ValueError, OSError):
+            source = open_source(config, data_for(run, use))
+            notes += record_notes(source, max(LOOKED_AT // len(sources), 100))
+    return tuple(notes)
+
+
 def _data_is_here(run: RunConfig) -> bool:
     """Whether every source can be looked into without making or fetching anything."""
     from mmkit.data.demo import pack_folder
@@ -281,7 +300,7 @@ def check_examples(run: RunConfig, decode: int = 64) -> list[dict[str, Any]]:
 
 def source_rows(run: RunConfig, reports: Sequence[Report]) -> list[dict[str, Any]]:
     """One row a source: examples, how many were decoded whole, how many are bad, how many of those tokenised
-    are longer than a row, the first fault, what training will do."""
+    are longer than a row, the first fault, what training will do, and where there is such what of the records is not read."""
     from mmkit.data.example import TOO_LONG
 
     rows = []
@@ -292,8 +311,9 @@ def source_rows(run: RunConfig, reports: Sequence[Report]) -> list[dict[str, Any
         first = next(iter([*report.refused.splitlines(), *faults]), "")
         row |= {"opened": report.decoded, "bad": report.bad or int(bool(report.refused))}
         row |= {"too long": report.too_long[0], "first fault": first}
-        rows.append(row | {"training": "would stop" if report.would_fail else "ready"})
-    return rows
+        noted = "; ".join(f"{count:,} {note}" for note, count in report.notes.items() if note.startswith("records "))
+        rows.append(row | {"training": "would stop" if report.would_fail else "ready", "not read": noted})
+    return rows if any(row["not read"] for row in rows) else [{k: v for k, v in row.items() if k != "not read"} for row in rows]
 
 
 def check_sources(run: RunConfig, decode: int = 64) -> list[Report]:

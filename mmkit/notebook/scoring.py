@@ -56,7 +56,8 @@ class Scored:
         return tuple(note for result in self.results for note in result.notes)
 
     def _repr_html_(self) -> str:
-        return html(list(self.rows or self.looked), self.title()) + "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return html(list(self.rows or self.looked), self.title()) + notes
 
     def __str__(self) -> str:
         return "\n".join((self.title(), text(list(self.rows or self.looked)), *self.notes))
@@ -68,8 +69,9 @@ def score(run: RunConfig, looked: Sequence[dict[str, Any]] = ()) -> Scored:
     """Scores the newest export of the run's model and name, or ``run.start_from``, on
     ``run.evaluation.tasks``.
 
-    ConfigError for an unknown task, or where there is no export, with the command that makes one; InputError for documents that cannot be
-    used. A dry run looks at the documents alone. ``looked``: what `evaluation.scoring.check_documents` gave, where it was called already.
+    ConfigError for an unknown task, or where there is no export, with the command that makes one; InputError
+    for documents that cannot be used. A dry run looks at the documents alone. ``looked``: what
+    `evaluation.scoring.check_documents` gave, where it was called already.
     """
     from mmkit.evaluation.runner import table
     from mmkit.evaluation.scoring import check_documents, evaluate_run, export_of, headline
@@ -80,7 +82,9 @@ def score(run: RunConfig, looked: Sequence[dict[str, Any]] = ()) -> Scored:
         return Scored(run, looked=tuple(looked))
     with Progress(1, "scoring") as progress:
         results = evaluate_run(
-            for_this_machine(run), progress=lambda what, done, of: _tell(progress, what, done, of), checked=True
+            for_this_machine(run),
+            progress=lambda what, done, of: _tell(progress, what, done, of),
+            checked=True,
         )
     rows, documents = tuple(table(results)), _documents(results)
     return Scored(

@@ -69,8 +69,8 @@ class CudaHardware(Hardware):
         return torch.cuda.is_available()
 
     def device(self, index: int | None = None) -> torch.device:
-        """See `Hardware`; it becomes the current one. A process that sees fewer devices than its machine has processes
-        (`srun --gpus-per-task=1`: one, number 0) counts among those it sees."""
+        """See `Hardware`; it becomes the current one. A process that sees fewer devices than its machine has
+        processes (`srun --gpus-per-task=1`: one, number 0) counts among those it sees."""
         index = torch.cuda.current_device() if index is None else index % torch.cuda.device_count()
         device = torch.device(self.kind, index)
         torch.cuda.set_device(device)

@@ -68,8 +68,8 @@ class HostTalk:
 
 
 def check_own_devices(places: Sequence[tuple[str, str]]) -> None:
-    """ConfigError where two processes have one device: NCCL would refuse it later, or each wait for the other's memory. ``places`` is
-    (host, `Hardware.identity`) of every rank."""
+    """ConfigError where two processes have one device: NCCL would refuse it later, or each wait for the
+    other's memory. ``places`` is (host, `Hardware.identity`) of every rank."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, place in enumerate(places):
         ranks.setdefault(place, []).append(rank)
@@ -77,8 +77,10 @@ def check_own_devices(places: Sequence[tuple[str, str]]) -> None:
         if serial and len(sharing) > 1:
             here = [place for place in places if place[0] == host]
             raise ConfigError(
-                f"ranks {', '.join(map(str, sharing))} have one device of {host} ({serial}): {len(here)} processes there see {len(set(here))} "
-                "device(s). Start one process a device, or let each see its own (srun --gpus-per-task=1, or no CUDA_VISIBLE_DEVICES)"
+                f"ranks {', '.join(map(str, sharing))} have one device of {host} ({serial}): {len(here)} "
+                f"processes there see {len(set(here))} "
+                "device(s). Start one process a device, or let each see its own (srun --gpus-per-task=1, or "
+                "no CUDA_VISIBLE_DEVICES)"
             )
 
 

@@ -58,7 +58,8 @@ def requeued() -> bool:
 
 
 def save_checkpoint(state: TrainState, metrics: dict[str, float] | None = None) -> bool:
-    """Writes the checkpoint of this step. All processes; ConfigError on all where the folder is another process's by now."""
+    """Writes the checkpoint of this step. All processes; ConfigError on all where the folder is another
+    process's by now."""
     if state.lock is not None:
         by_main(state.backend, state.lock.check)
     values = {

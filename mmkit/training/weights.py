@@ -84,7 +84,9 @@ def parent_export(run: RunConfig) -> str | None:
         go_on = "it is what start_from names; let that run end first"
     if found := finished_export(folder, go_on):
         return found
-    raise ConfigError(f"stage {run.stage!r} starts from {Store(folder).path('export')}, which does not exist; {makes} (or set start_from=source)")
+    place = Store(folder).path("export")
+    what_to_do = f"{makes} (or set start_from=source)"
+    raise ConfigError(f"stage {run.stage!r} starts from {place}, which does not exist; {what_to_do}")
 
 
 def check_exportable(run: RunConfig) -> None:

@@ -15,7 +15,7 @@ from mmkit.data import readers, record_facts
 from mmkit.data.example import BadRecord, checked
 from mmkit.data.images import ImageError, open_image
 from mmkit.data.jsonl_index import JsonLines, line_index
-from mmkit.data.mixture import ListSource, Mixture, group_numbers
+from mmkit.data.mixture import ListSource, Mixture
 from mmkit.data.readers import READERS, RecordSource, open_mixture, open_source, records_of
 from mmkit.data.regions import region_mask
 
@@ -48,7 +48,7 @@ def test_image_may_be_text_list_or_absent(tmp_path, image, count):
 
 def test_text_and_list_of_one_picture_are_identical(tmp_path):
     source = llava(tmp_path, [{"id": "x", "image": image, "conversations": CHAT} for image in ("t.jpg", ["t.jpg"])])
-    assert source[0] == source[1] and source.group(0) == source.group(1)
+    assert source[0] == source[1] and source.described(0)[0] == source.described(1)[0]
 
 
 def test_two_pictures_and_one_placeholder_are_refused_with_both_counts(tmp_path):
@@ -89,7 +89,8 @@ GPT = [{"from": "gpt", "value": "x"}]
         ({"question": "q", "answer": None}, "its answer is null, not text"),
         ({"question": "q", "answer": float("nan")}, "its answer is nan, not text"),
         ({"question": "q", "answers": []}, r"its answer is \[\], not text"),
-        ({"question": "q", "answers": [{"answer": "x"}]}, "its answer is {'answer': 'x'}, not text"),
+        ({"question": "q", "answers": [{"text": "x"}]}, "its answer is {'text': 'x'}, not text"),
+        ({"question": "q", "answers": [" "]}, "has an empty answer"),
         ({"question": None, "answer": "x"}, "its question is null, not text"),
         ({"question": None, "answer": None}, r"has no text: it has answer \(null\), id, question \(null\); it needs"),
         ({"caption": [None]}, "its caption is null, not text"),
@@ -107,7 +108,7 @@ def test_a_record_that_would_teach_none_or_stop_the_run_is_a_bad_record(tmp_path
     source = llava(tmp_path, [{"id": "b"} | record])
     with pytest.raises(BadRecord, match="s: sample 'b': " + message):
         source[0]
-    assert source.length(0) == 0 and isinstance(source.group(0), tuple)
+    assert source.described(0) == ((), 0)
 
 
 def test_any_other_failure_of_one_record_names_it_and_keeps_its_cause(monkeypatch):
@@ -204,7 +205,7 @@ def test_wrong_files_are_config_errors(tmp_path):
             records_of(tmp_path / "x.jsonl")
     for mark in (b"", b"\xef\xbb\xbf"):  # one object over several lines, as an editor or another tool writes it
         (tmp_path / "x.json").write_bytes(mark + json.dumps({"a": [1]}, indent=1).encode())
-        with pytest.raises(ConfigError, match="neither JSONL"):
+        with pytest.raises(ConfigError, match="holds one JSON object .keys 'a'., not records: write one record a line"):
             records_of(tmp_path / "x.json")
 
 
@@ -301,7 +302,7 @@ def test_grit_mention_of_a_missing_box_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"conversations": None}, "its conversation is null, not a list of messages"),
+        ({"conversations": None}, r"has no text: it has box_x1y1x2y2, conversations \(null\)"),
         ({"box_x1y1x2y2": [[[1, 2, 3], [1, 2, 3]], []]}, r"a box is \[1, 2, 3\]; give four numbers"),
         ({"box_x1y1x2y2": [[["1", "2", "3", "4"]] * 2, []]}, r"a box is \['1', '2', '3', '4'\]; give four numbers"),
         ({"box_x1y1x2y2": [[[1, 2, 3, float("nan")]] * 2, []]}, "a box is .*; give four numbers"),
@@ -310,7 +311,13 @@ def test_grit_mention_of_a_missing_box_is_refused(tmp_path):
         ({"masks": [[{"size": [70, 100]}] * 2, []]}, "a mask is {'size': .*; give an array or"),
         ({"masks": [[{"size": [70, 100], "counts": ["3"]}] * 2, []]}, "a mask is .*; give an array or"),
         ({"masks": [[{"size": [70, 100], "counts": "o"}] * 2, []]}, "a mask is .*; give an array or"),
-        ({"image_w": "wide"}, "cannot be read .ValueError: invalid literal"),
+        ({"image_w": "wide"}, "its image_w is 'wide'; give the picture's size in whole pixels"),
+        ({"image_h": 0}, "its image_h is 0; give the picture's size"),
+        ({"box_x1y1x2y2": [[[40, 30, 20, 15]] * 2, []]}, r"a box \[40, 30, 20, 15\] is inverted: .* not x, y, width, height"),
+        ({"box_x1y1x2y2": [[[4, 3, 4, 15]] * 2, []]}, r"a box \[4, 3, 4, 15\] is empty"),
+        ({"box_x1y1x2y2": [[[17, -904, 55, -880]] * 2, []]}, r"a box \[17, -904, 55, -880\] lies outside its picture of 100x70"),
+        ({"box_x1y1x2y2": [[[10, 10, 60, 40]] * 2, [[100, 10, 160, 40]]]}, "a box .* lies outside its picture"),
+        ({"box_x1y1x2y2": 3}, "its box_x1y1x2y2 is 3, not a list with an entry for each message"),
     ],
 )
 def test_a_grit_record_with_a_wrong_part_is_a_bad_record(tmp_path, change, message):
@@ -448,11 +455,13 @@ def conversations(path, n=40):
 def test_kept_groups_and_lengths_equal_those_read_anew(tmp_path, monkeypatch):
     source = conversations(tmp_path / "a.jsonl")
     kept = source.facts
-    assert kept["groups"].tolist() == group_numbers(source).tolist() and len(set(kept["groups"].tolist())) < len(source)
-    assert kept["lengths"].tolist() == [source.length(k) for k in range(len(source))] and min(kept["lengths"]) < 0 < max(kept["lengths"])
+    identities, lengths = zip(*map(source.described, range(len(source))), strict=True)
+    seen = {}
+    assert kept["groups"].tolist() == [seen.setdefault(one or k, len(seen)) for k, one in enumerate(identities)] and len(seen) < len(source)
+    assert kept["lengths"].tolist() == list(lengths) and min(kept["lengths"]) < 0 < max(kept["lengths"])
     listed = RecordSource("made", [source.records[k] for k in range(40)], str(tmp_path))  # a list in memory, nothing kept
     assert listed.facts["groups"].tolist() == kept["groups"].tolist()[:40] and listed.facts["lengths"].tolist() == kept["lengths"].tolist()[:40]
-    monkeypatch.setattr(RecordSource, "length", None)
+    monkeypatch.setattr(RecordSource, "described", None)
     again = RecordSource("made", records_of(tmp_path / "a.jsonl"), str(tmp_path))
     assert isinstance(again.facts["groups"], np.memmap) and again.facts["groups"].tolist() == kept["groups"].tolist()
     with pytest.raises(TypeError):  # another folder is another identity of the pictures
@@ -480,8 +489,8 @@ def test_orders_by_picture_and_length_are_the_same_with_and_without_the_kept_num
 
 
 def _build_and_count(path, calls):
-    source, real = RecordSource("made", records_of(path), str(path.parent)), RecordSource.length
-    RecordSource.length = lambda self, k: calls.put(k) or real(self, k)
+    source, real = RecordSource("made", records_of(path), str(path.parent)), RecordSource.described
+    RecordSource.described = lambda self, k: calls.put(k) or real(self, k)
     _ = source.facts
 
 

@@ -1,4 +1,5 @@
-"""Documents are looked at whole before weights are read, and what was scored stays whatever stops the rest."""
+"""Documents are looked at whole before weights are read, and what was scored stays whatever stops the
+rest."""
 
 from __future__ import annotations
 
@@ -270,7 +271,8 @@ def test_faults_of_all_tasks_are_told_before_weights_are_read(folder, tmp_path, 
             scoring.evaluate_run(run.model_copy(update={"dry_run": dry_run}))
         first, second = str(error.value).split("\n")
         assert (
-            "gqa.jsonl: 2 of 2 documents cannot be used: line 1: no gt_answer; line 2: no gt_answer. A line of gqa holds"
+            "gqa.jsonl: 2 of 2 documents cannot be used: line 1: no gt_answer; line 2: no gt_answer. A line "
+            "of gqa holds"
             in first
         )
         assert second.startswith("task pope: 1 of 1 pictures cannot be used: image ") and second.endswith(

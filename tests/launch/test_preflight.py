@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 
+from mmkit import cli
 from mmkit.config import ConfigError, changed, load
 from mmkit.launch import preflight as before
 from mmkit.launch.counting import count
 from mmkit.launch.preflight import (
     check_examples,
     check_sources,
+    data_notes,
     data_rows,
     meta_batch,
     plan_of,
@@ -43,6 +47,24 @@ def test_a_dry_run_sends_the_full_size_shapes_through_the_model(capsys):
     assert all(row["state"].startswith("not here") for row in report.sources)
     for shown in (str(report), report._repr_html_()):
         assert "hidden states" in shown and "language" in shown and "does not fit" in shown
+
+
+def test_what_of_the_records_is_not_read_is_told_as_training_begins(tmp_path, monkeypatch):
+    Image.new("RGB", (8, 8)).save(tmp_path / "0.jpg")
+    asked = {"image": "0.jpg", "question": "Which?", "choices": ["x", "y"], "answer": 1, "lecture": "long"}
+    (tmp_path / "a.json").write_text(json.dumps([asked] * 3))
+    source = {"name": "science", "format": "llava", "path": str(tmp_path / "a.json")}
+    run = load("8b-debug", "pretrain", {"data.sources": [source], "data.max_bad_share": 1.0})
+    note = "science: 3 records have key 'lecture' that is not read"
+    report = before.Preflight(SimpleNamespace(), SimpleNamespace(), notes=data_notes(run))
+    assert report.notes == (note,) and report.at_start().splitlines()[-1] == note
+    # a job's main process, which nobody has told before, says it in the job's log
+    printed = []
+    monkeypatch.setattr("mmkit.launch.launch.is_worker", lambda: True)
+    monkeypatch.setattr("mmkit.launch.launch.launch", lambda run: printed.append("trained"))
+    monkeypatch.setattr("builtins.print", lambda *words, **_: printed.extend(words))
+    assert cli.main(["train", "--model", "8b-debug", "--stage", "pretrain", "--set", f"data.sources={json.dumps([source])}"]) == 0
+    assert printed[:2] == [f"{note}\n", "trained"]
 
 
 def test_the_same_run_without_dry_run_is_too_large_before_data_is_looked_at():

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmkit.data.choices import LETTER, LETTER_IN_CHINESE, LETTER_ONLY
 from mmkit.evaluation.answers import (
     after_marker,
     as_number,
@@ -28,9 +29,7 @@ from mmkit.evaluation.answers import (
 from mmkit.evaluation.documents import Kind
 from mmkit.evaluation.task import Unit
 
-LETTER = "Answer with the option's letter from the given choices directly."
 WORD = "Answer the question using a single word or phrase."
-LETTER_ONLY = "Please answer directly with only the letter of the correct option and nothing else."
 UNANSWERABLE = "When the provided information is insufficient, respond with 'Unanswerable'.\n" + WORD
 SHORT = "Give the short answer directly."
 NUMBER = "Answer the question using a single number or phrase."
@@ -335,8 +334,8 @@ class Benchmark:
 
     ``n``: documents of a complete set (VizWiz: its val rows, or val and test). ``right`` is None where only
     others can score: then ``submit`` makes the file that ``scored_by`` takes. ``needs``: fields of a document
-    beside key, image and question, each with what it must be (`documents.KINDS`); ``truth_of``: (field, its value, what
-    ``gt_answer`` is then). ``together`` says which documents count together;
+    beside key, image and question, each with what it must be (`documents.KINDS`); ``truth_of``: (field, its
+    value, what ``gt_answer`` is then). ``together`` says which documents count together;
     ``also`` has scores that stand beside the original's under names of their own.
     """
 
@@ -390,12 +389,14 @@ BENCHMARKS: dict[str, Benchmark] = {
     "gqa": Benchmark("lmms-lab/GQA", "testdev_balanced", 12578, WORD, 128, _exact),
     "vizwiz": Benchmark(
         "lmms-lab/VizWiz-VQA", "val", (4319, 12319), UNANSWERABLE, 128, **_VQA,
-        needs=_truth("anything", category=("val", "test"), image_id="text"), truth_of=("category", "val", "texts"),
+        needs=_truth("anything", category=("val", "test"), image_id="text"),
+        truth_of=("category", "val", "texts"),
         submit=submission_vizwiz, scored_by="the VizWiz challenge's server (test rows)",
     ),
     "scienceqa": Benchmark(
         "derek-thomas/ScienceQA", "test", 2017, LETTER_ONLY, 512, _scienceqa, score_scienceqa, "fraction",
-        "multimodal_acc", multimodal, needs=_truth("bare letter", text_answer="text", category="text", type="flag"),
+        "multimodal_acc", multimodal,
+        needs=_truth("bare letter", text_answer="text", category="text", type="flag"),
         options="", hint=" ",
     ),
     "textvqa": Benchmark(
@@ -409,7 +410,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "mmbench_en": _letters("lmms-lab/MMBench_EN", "dev", 4377, _prediction(first_letter), **_CIRCULAR),
     "mmbench_cn": Benchmark(
-        "lmms-lab/MMBench_CN", "dev", 4329, "请直接回答选项字母。", 128, _prediction(first_word), **_CIRCULAR
+        "lmms-lab/MMBench_CN", "dev", 4329, LETTER_IN_CHINESE, 128, _prediction(first_word), **_CIRCULAR
     ),
     "seed": _letters(
         "lmms-lab/SEED-Bench", "test", 14233, lettered("."),
@@ -436,17 +437,22 @@ BENCHMARKS: dict[str, Benchmark] = {
         also={"relaxed": lambda row: relaxed(row["answer"], row["gt_answer"])},
     ),
     "docvqa": Benchmark(
-        "lmms-lab/DocVQA", "test", 5188, SHORT, 128, **_RRC, needs={"questionId": "digits"}, submit=submission("questionId", int)
+        "lmms-lab/DocVQA", "test", 5188, SHORT, 128, **_RRC, needs={"questionId": "digits"},
+        submit=submission("questionId", int)
     ),
     "infovqa": Benchmark(
-        "lmms-lab/DocVQA", "test", 3288, WORD, 128, **_RRC, needs={"questionId": "digits"}, submit=submission("questionId", int)
+        "lmms-lab/DocVQA", "test", 3288, WORD, 128, **_RRC, needs={"questionId": "digits"},
+        submit=submission("questionId", int)
     ),
     "stvqa": Benchmark(
-        "lmms-lab/ST-VQA", "test", 4070, WORD, 128, **_RRC, needs={"question_id": "digits"}, submit=submission("question_id", int)
+        "lmms-lab/ST-VQA", "test", 4070, WORD, 128, **_RRC, needs={"question_id": "digits"},
+        submit=submission("question_id", int)
     ),
     "ocrbench": Benchmark("echo840/OCRBench", "test", 1000, SHORT, 512, _ocr(exact=False), **_OCR),
     "ocrbench_exact": Benchmark("echo840/OCRBench", "test", 1000, SHORT, 512, _ocr(exact=True), **_OCR),
-    "mmstar": Benchmark("Lin-Chen/MMStar", "val", 1500, LETTER_ONLY, 128, _first_word, needs=_truth("bare letter")),
+    "mmstar": Benchmark(
+        "Lin-Chen/MMStar", "val", 1500, LETTER_ONLY, 128, _first_word, needs=_truth("bare letter")
+    ),
     "realworldqa": Benchmark("lmms-lab/RealWorldQA", "test", 765, "", 512, _realworldqa),
     "qbench": Benchmark(
         "teowu/LLVisionQA-QBench", "dev", 1495, LETTER_ONLY, 32, _before_period,

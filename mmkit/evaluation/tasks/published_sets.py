@@ -2,13 +2,13 @@
 ``data/eval``), pictures beside it.
 
 One JSON line a question: ``key``, ``image`` (a path from the file's folder; of a list the first, as in the
-originals; null where there is none), ``question``, for multiple choice ``options``, where the set has one ``hint``, and the
-fields the scorer and the prompt need (`cambrian.Benchmark.needs`: ``gt_answer``, ``category``, TextVQA's
-``ocr_tokens`` ...). Another number of lines than the complete split's, or a line whose fields are missing or not what
-they must be, is an error before anything is asked. Prompts, decode lengths and scorers are those of `cambrian.BENCHMARKS`. Where the original only
-writes a file for a server or a judge (docvqa, infovqa, stvqa, mmvet; VizWiz's test rows), so does mmkit:
-``submission-NAME.json`` beside the results, and no score. Licences are the benchmarks' own; mmkit carries
-none of their files.
+originals; null where there is none), ``question``, for multiple choice ``options``, where the set has one
+``hint``, and the fields the scorer and the prompt need (`cambrian.Benchmark.needs`: ``gt_answer``,
+``category``, TextVQA's ``ocr_tokens`` ...). Another number of lines than the complete split's, or a line
+whose fields are missing or not what they must be, is an error before anything is asked. Prompts, decode
+lengths and scorers are those of `cambrian.BENCHMARKS`. Where the original only writes a file for a server or
+a judge (docvqa, infovqa, stvqa, mmvet; VizWiz's test rows), so does mmkit: ``submission-NAME.json`` beside
+the results, and no score. Licences are the benchmarks' own; mmkit carries none of their files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def available(name: str) -> None:
     """ConfigError that says what to put where, when the documents are not here."""
     if not path_of(name).is_file():
         raise ConfigError(
-            f"task {name!r}: no documents at {path_of(name).absolute()}; write one JSON line a question of {BENCHMARKS[name].dataset} "
+            f"task {name!r}: no documents at {path_of(name).absolute()}; write one JSON line a question of "
+            f"{BENCHMARKS[name].dataset} "
             f"({BENCHMARKS[name].split}) with {a_line_of(name)}, or set MMKIT_EVAL_DATA"
         )
 
@@ -56,7 +57,8 @@ def a_line_of(name: str) -> str:
 
 
 def documents(name: str) -> tuple[Example, ...]:
-    """All documents of a benchmark; InputError naming the lines that are none, and where their order has lost what belongs together."""
+    """All documents of a benchmark; InputError naming the lines that are none, and where their order has lost
+    what belongs together."""
     path = path_of(name)
     return _read(name, path, path.stat().st_mtime_ns)
 
@@ -67,14 +69,17 @@ def _read(name: str, path: Path, changed: int) -> tuple[Example, ...]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path.absolute()} is no text in UTF-8 ({error}); write one JSON line a document") from None
-    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: texts may hold its other line ends
+        what_to_do = "write one JSON line a document"
+        raise InputError(f"{path.absolute()} is no text in UTF-8 ({error}); {what_to_do}") from None
+    # not splitlines: texts may hold its other line ends
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         n += 1
         try:
             row = json.loads(line)
-            wrong = faults_of(name, row) if isinstance(row, dict) else [f"a {type(row).__name__}, not an object"]
+            is_row = isinstance(row, dict)
+            wrong = faults_of(name, row) if is_row else [f"a {type(row).__name__}, not an object"]
         except ValueError as error:
             wrong = [f"no JSON ({error})"]
         if wrong:
@@ -82,7 +87,8 @@ def _read(name: str, path: Path, changed: int) -> tuple[Example, ...]:
         else:
             found.append(_example(name, row, path.parent))
     if faults:
-        raise InputError(f"{path.absolute()}: {listed(faults, n, 'documents')}. A line of {name} holds {a_line_of(name)}")
+        told = listed(faults, n, "documents")
+        raise InputError(f"{path.absolute()}: {told}. A line of {name} holds {a_line_of(name)}")
     if fault := order_fault(name, found):
         raise InputError(f"{path.absolute()}: {fault}")
     return tuple(found)
@@ -103,25 +109,32 @@ def faults_of(name: str, row: Mapping[str, Any]) -> list[str]:
 def order_fault(name: str, found: Sequence[Example]) -> str:
     """What is wrong with the documents of a set whose questions count in pairs, "" where nothing is.
 
-    MME asks two questions about each picture. MMVP asks each of its questions about two pictures, in lines that follow each other.
+    MME asks two questions about each picture. MMVP asks each of its questions about two pictures, in lines
+    that follow each other.
     """
     if name == "mme":
         pairs = Counter(groups_of(name, found))
-        odd = [f"{category}: {Path(picture).name} ({n})" for (category, picture), n in pairs.items() if n != 2]
-        what = "a picture of a category has two questions, and both name the same file"
-        return f"{len(odd)} of {len(pairs)} pictures have not two questions: {'; '.join(odd[:SHOWN])}. In mme {what}" if odd else ""
+        odd = [f"{kind}: {Path(picture).name} ({n})" for (kind, picture), n in pairs.items() if n != 2]
+        count = f"{len(odd)} of {len(pairs)} pictures have not two questions: {'; '.join(odd[:SHOWN])}"
+        rule = "In mme a picture of a category has two questions, and both name the same file"
+        return f"{count}. {rule}" if odd else ""
     if name == "mmvp":
         asked = [example.meta["question"].strip().lower() for example in found]
         same = sum(one == other for one, other in zip(asked[::2], asked[1::2], strict=False))
-        what = "lines 1 and 2, 3 and 4, ... ask one question about two pictures; put them in the order of Questions.csv (Index)"
-        return f"only {same} of {len(found) // 2} pairs of lines ask one question. In mmvp {what}" if same * 2 < len(found) // 2 else ""
+        count = f"only {same} of {len(found) // 2} pairs of lines ask one question"
+        rule = (
+            "In mmvp lines 1 and 2, 3 and 4, ... ask one question about two pictures; put them in the order of "
+            "Questions.csv (Index)"
+        )
+        return f"{count}. {rule}" if same * 2 < len(found) // 2 else ""
     return ""
 
 
 def groups_of(name: str, found: Sequence[Example]) -> list[Any]:
     """For each document what names those it counts together with."""
     pictures = [example.images[0].identity if example.images else example.key for example in found]
-    return BENCHMARKS[name].together([example.meta | {"picture": picture} for example, picture in zip(found, pictures, strict=True)])
+    rows = [each.meta | {"picture": picture} for each, picture in zip(found, pictures, strict=True)]
+    return BENCHMARKS[name].together(rows)
 
 
 def _example(name: str, row: Mapping[str, Any], folder: Path) -> Example:
@@ -160,12 +173,13 @@ def question_of(name: str, row: Mapping[str, Any]) -> str:
 def process(name: str, example: Example, answer: str) -> Scores:
     """How right the answer is, 0 to 1, and the set's further scores; nothing where only others can score."""
     bench, row = BENCHMARKS[name], example.meta | {"answer": answer, "prediction": answer}
-    return {} if bench.right is None else {score: float(rule(row)) for score, rule in ({"correct": bench.right} | dict(bench.also)).items()}
+    rules = {} if bench.right is None else {"correct": bench.right} | dict(bench.also)
+    return {score: float(rule(row)) for score, rule in rules.items()}
 
 
 def joined(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict], list[float]]:
-    """Rows as the original scorer reads them, documents' fields and answers, and how right each is. Those that count together follow each
-    other, as they do in the original's files."""
+    """Rows as the original scorer reads them, documents' fields and answers, and how right each is. Those
+    that count together follow each other, as they do in the original's files."""
     by_key = {example.key: example.meta for example in documents(name)}
     answered = [
         by_key[row["key"]] | {"answer": row["answer"], "prediction": row["answer"], "picture": row["picture"]}
