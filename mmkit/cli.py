@@ -7,12 +7,10 @@ so ``--help`` is quick. A user's error is one message and exit code 2; everythin
 from __future__ import annotations
 
 import argparse
-import glob
 import importlib.metadata
 import json
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,16 +21,13 @@ from mmkit.foreign_names import ours
 from mmkit.launch.launch import ERROR_PREFIX, tell
 from mmkit.listing import EXAMPLES, LISTS
 from mmkit.notebook.parameters import quiet
-from mmkit.presets import read_mapping, workspace
-from mmkit.run_options import add_machine, add_run_options, run_of, target_options
+from mmkit.presets import read_mapping
+from mmkit.run_options import add_machine, add_run_options, run_of, start_at_root, target_options
 from mmkit.storage import is_remote
 from mmkit.values import checked, names_of, read_yaml
 
 if TYPE_CHECKING:
     from mmkit.data.check import Report
-
-# options that name files to read
-TYPED = ("config", "file", "images", "pattern", "source", "base", "notebook", "parameters", "start_from")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,21 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         tell(error)
         return 2
-
-
-def start_at_root(options: argparse.Namespace) -> None:
-    """Makes the checkout's root the working folder, so that a relative path means the same file here, under
-    papermill and in a notebook (`notebook.parameters.begin`). Outside a checkout nothing changes. What was
-    typed as the name of a file that lies in the folder the shell is in, by completion for instance, is that
-    file."""
-    root = workspace()
-    if root == Path.cwd():
-        return
-    for name in TYPED:
-        text = getattr(options, name, None)
-        if text and not is_remote(text) and (Path(text).exists() or glob.glob(re.sub(r"{.*?}", "*", text))):
-            setattr(options, name, os.path.abspath(text))
-    os.chdir(root)
 
 
 def _refuse(words: list[str], options: Iterable[str]) -> None:

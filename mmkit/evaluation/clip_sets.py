@@ -148,9 +148,9 @@ def check_set(name: str, root: str) -> dict[str, int]:
             target = documents.target(example.caption)
         except ValueError:
             return [], f"{place}: cls is {example.caption[:60]!r}, no class number"
+        if not names:  # captions, of which the index has left out the empty ones
+            return [], picture_fault(example.images[0])
         found = target if isinstance(target, list) else [target]
-        if not names:
-            return [], picture_fault(example.images[0]) if found else f"{place}: txt has no caption"
         if wrong := [number for number in found if not 0 <= number < len(names)]:
             return found, f"{place}: cls is {wrong[0]}"
         return found, picture_fault(example.images[0])

@@ -2,6 +2,8 @@
 
 import pytest
 
+from mmkit.errors import InputError
+from mmkit.evaluation.clip_sets import class_names
 from mmkit.evaluation.collections import (
     COLLECTIONS,
     average,
