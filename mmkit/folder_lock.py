@@ -46,7 +46,7 @@ class FolderLock:
         self.store, self.use, self.clock = store, use, clock
         self.own: dict[str, Any] = {}  # what the file says while it is ours
         self.lost = ""  # who has taken over
-        self._end = threading.Event()
+        self._end, self._turn = threading.Event(), threading.Lock()  # of the thread that renews, and others
 
     def take(self, patience: float = 0.0) -> None:
         """Takes the folder and renews the claim until `release`. ConfigError where another still writes there
@@ -68,9 +68,7 @@ class FolderLock:
             if other and other.get("id") == self.own["id"]:
                 if settled:
                     break
-                time.sleep(
-                    LOOK
-                )  # others may have made or removed the file in the same moment: who wrote last has it
+                time.sleep(LOOK)  # others may have made or removed it in the same moment: who wrote last has it
                 settled = True
             elif other is not None and self._is_alive(other):
                 if self.clock() >= until:
@@ -86,27 +84,29 @@ class FolderLock:
         """Gives the folder back, where it is still ours. A store that cannot be reached keeps the file, which
         then counts as gone by itself."""
         self._end.set()
-        with contextlib.suppress(OSError):
+        with self._turn, contextlib.suppress(OSError):
             if (self._read() or {}).get("id") == self.own["id"]:
                 self.store.delete(NAME)
 
     def renew(self) -> None:
         """Says that the writer is still there; notes where another has taken over. A store that cannot be
         reached now is told and tried again at the next time."""
-        try:
-            found, now = self._read(), self.clock()
-            if (
-                found is None and now - self.own["renewed"] < GONE
-            ):  # removed by hand: nobody may have taken it over so soon
-                self.store.create(NAME, json.dumps(self.own).encode())
-                found = self._read()
-            if found is None or found.get("id") != self.own["id"]:
-                self.lost = named(found or {})
+        with self._turn:
+            if self._end.is_set():
                 return
-            self.own["renewed"] = now
-            self.store.write(NAME, json.dumps(self.own).encode())
-        except OSError as error:
-            log.warning("%s could not be renewed: %s", self.store.path(NAME), error)
+            try:
+                found, now = self._read(), self.clock()
+                # removed by hand: nobody may have taken it over so soon
+                if found is None and now - self.own["renewed"] < GONE:
+                    self.store.create(NAME, json.dumps(self.own).encode())
+                    found = self._read()
+                if found is None or found.get("id") != self.own["id"]:
+                    self.lost = named(found or {})
+                    return
+                self.own["renewed"] = now
+                self.store.write(NAME, json.dumps(self.own).encode())
+            except OSError as error:
+                log.warning("%s could not be renewed: %s", self.store.path(NAME), error)
 
     def check(self) -> None:
         """ConfigError where the folder is no longer ours: nothing more may be written there."""
@@ -144,8 +144,9 @@ class FolderLock:
     def _is_alive(self, other: dict[str, Any]) -> bool:
         """Whether the writer that ``other`` names may still write."""
         if other.get("system") == self.own["system"]:
-            return runs(other.get("pid"), other.get("started"))
-        if other.get("job") and other["job"] == self.own["job"]:
+            if not runs(other.get("pid"), other.get("started")):
+                return False
+        elif other.get("job") and other["job"] == self.own["job"]:
             return False
         return self.clock() - other.get("renewed", 0.0) < GONE
 
