@@ -74,10 +74,10 @@ class FolderLock:
                 if self.clock() >= until:
                     self._refuse(other)
                 time.sleep(LOOK)
-            elif other is not None:
-                log.warning("%s: taken over from %s, which is gone", self.store.path(), named(other))
+            elif other is not None and self._read() == other:  # no other that found it so has been quicker
                 self.store.delete(NAME)
                 settled = False
+                log.warning("%s: taken over from %s, which is gone", self.store.path(), named(other))
         threading.Thread(target=self._renew_until_end, name="folder lock", daemon=True).start()
 
     def release(self) -> None:

@@ -79,15 +79,15 @@ def test_a_second_writer_is_refused_with_who_holds_the_folder_and_may_have_it_af
 @pytest.mark.parametrize("left", ["nothing", "a dead writer's"])
 @pytest.mark.parametrize("kind", ["disk", "memory"])
 def test_of_many_that_start_at_once_one_writes(tmp_path, monkeypatch, kind, left):
-    monkeypatch.setattr(folder_lock, "LOOK", 0.1)
+    monkeypatch.setattr(folder_lock, "LOOK", 0.3)
     store, gate, won = (
         Store(tmp_path if kind == "disk" else f"memory://{uuid.uuid4().hex}"),
-        threading.Barrier(12),
+        threading.Barrier(6),
         [],
     )
     if left != "nothing":
         held_by(store, Clock())
-    locks = [FolderLock(store, "trains in it") for _ in range(12)]
+    locks = [FolderLock(store, "trains in it") for _ in range(6)]
 
     def start(lock):
         gate.wait()
