@@ -22,7 +22,7 @@ from mmkit.launch.launch import ERROR_PREFIX, tell
 from mmkit.listing import EXAMPLES, LISTS
 from mmkit.notebook.parameters import parameter_pair, quiet
 from mmkit.presets import read_mapping
-from mmkit.run_options import add_machine, add_run_options, run_of, target_options
+from mmkit.run_options import add_machine, add_run_options, run_of, start_at_root, target_options
 from mmkit.storage import is_remote
 from mmkit.values import checked, names_of, read_yaml
 
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if rest:
             _refuse(rest, vars(options).keys() - {"run_command", "fixed_stage"})
+        start_at_root(options)
         return options.run_command(options) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -440,7 +441,7 @@ def _write_shards(options: argparse.Namespace) -> None:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from mmkit.evaluation.scoring import check_tasks
+    from mmkit.evaluation.scoring import check_documents
     from mmkit.launch.preflight import preflight
     from mmkit.notebook.scoring import score
 
@@ -448,10 +449,10 @@ def _eval(options: argparse.Namespace) -> int:
     run = run_of(options)
     wanted = {name.replace(".", "__"): value for name, value in named.items() if value is not None}
     run = changed(run, "the command line", **wanted) if wanted else run
-    check_tasks(run)
+    looked = check_documents(run)
     report = preflight(run)
     print(report if run.dry_run else f"scored with: {report.plan.scored_with}")
-    print(score(run))
+    print(score(run, looked))
     return 0
 
 
@@ -495,5 +496,5 @@ def _notebook_run(options: argparse.Namespace) -> int:
 def read_values(path: str) -> dict[str, Any]:
     """Parameters out of a YAML or JSON file; ConfigError where it holds no mapping."""
     if not Path(path).is_file():
-        raise ConfigError(f"no parameter file {path}")
+        raise ConfigError(f"no parameter file {Path(path).absolute()}")
     return {str(name): value for name, value in read_mapping(Path(path)).items()}

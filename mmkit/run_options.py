@@ -1,11 +1,19 @@
-"""Options of the command line that together name a run: a preset and its changes, or a saved config."""
+"""Options of the command line that together name a run: a preset and its changes, or a saved config; and where their paths start."""
 
 from __future__ import annotations
 
 import argparse
+import glob
+import os
+import re
 from pathlib import Path
 
 from mmkit.config import STAGES, ConfigError, RunConfig, changed, load_file
+from mmkit.presets import workspace
+from mmkit.storage import is_remote
+
+# options that name files to read
+TYPED = ("config", "file", "images", "pattern", "source", "base", "notebook", "parameters", "start_from")
 
 
 def add_run_options(parser: argparse.ArgumentParser, stage: str | None = None) -> None:
@@ -51,7 +59,8 @@ def run_of(options: argparse.Namespace) -> RunConfig:
         if options.model or getattr(options, "stage", None):
             raise ConfigError("--config already says which model and stage; leave out --model and --stage")
         if not Path(options.config).is_file():
-            raise ConfigError(f"no config file {options.config}; a run folder holds one as config.yaml")
+            place = Path(options.config).absolute()
+            raise ConfigError(f"no config file {place}; a run folder holds one as config.yaml")
         run = load_file(options.config)
         overrides |= backend_settings(options.backend or "", "--backend")
         return changed(run, "the command line", **{name.replace(".", "__"): value for name, value in overrides.items()}) if overrides else run
@@ -83,3 +92,18 @@ def pair(text: str, option: str) -> tuple[str, str]:
     if not sign or not name:
         raise ConfigError(f"{option} {text}: write it as key=value")
     return name.strip(), value
+
+
+def start_at_root(options: argparse.Namespace) -> None:
+    """Makes the checkout's root the working folder, so that a relative path means the same file here, under
+    papermill and in a notebook (`notebook.parameters.begin`). Outside a checkout nothing changes. What was
+    typed as the name of a file that lies in the folder the shell is in, by completion for instance, is that
+    file."""
+    root = workspace()
+    if root == Path.cwd():
+        return
+    for name in TYPED:
+        text = getattr(options, name, None)
+        if text and not is_remote(text) and (Path(text).exists() or glob.glob(re.sub(r"{.*?}", "*", text))):
+            setattr(options, name, os.path.abspath(text))
+    os.chdir(root)

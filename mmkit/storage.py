@@ -119,6 +119,29 @@ class Store:
             finally:
                 Path(part).unlink(missing_ok=True)
 
+    def create(self, name: str, data: bytes) -> None:
+        """Writes one small file where there is none, and leaves one that is there; of several who try at once
+        one succeeds (but on stores that cannot promise it, so read it back)."""
+        place = self._inner(name)
+        if self.remote:
+            try:
+                self.fs.pipe_file(place, data, mode="create")
+            except FileExistsError:
+                return
+            except transient_errors():  # a dropped connection, or a store that has no such request
+                if self.size(name) is None:
+                    self.write(name, data)
+            return
+        with writing(self.path(name), "root=FOLDER"):
+            Path(place).parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError), open(place, "xb") as file:
+                file.write(data)
+
+    def delete(self, name: str) -> None:
+        """Removes a file, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self._tried(lambda: self.fs.rm_file(self._inner(name)), name)
+
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         """The bytes of a file, or ``length`` of them from ``start``."""
         if length == 0:

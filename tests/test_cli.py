@@ -97,6 +97,38 @@ def test_own_presets_are_listed_with_their_file(tmp_path, monkeypatch, capsys):
     assert str(tmp_path / "params" / "mine.yaml") in line and line.endswith("My model")
 
 
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout with data at its root; the shell is in a folder of it."""
+    for folder in ("notebooks", "data", "sub"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "data" / "at_root.jsonl").write_text("")
+    (tmp_path / "sub" / "here.jsonl").write_text("")
+    (tmp_path / "sub" / "own.yaml").write_text("lr: 1")
+    monkeypatch.chdir(tmp_path / "sub")
+    return tmp_path
+
+
+@pytest.mark.parametrize("typed", ["data/at_root.jsonl", "here.jsonl", "../sub/here.jsonl", "none.jsonl"])
+def test_relative_paths_start_at_the_checkouts_root_and_files_that_a_shell_completes_where_it_is(checkout, capsys, typed):
+    assert cli.main(["data", "check", typed]) == 2
+    told = capsys.readouterr()
+    place = {"none.jsonl": checkout / "none.jsonl", "data/at_root.jsonl": checkout / typed}.get(typed, checkout / "sub" / "here.jsonl")
+    problem = "does not exist" if typed == "none.jsonl" else "is empty"
+    assert f"{place} {problem}" in told.out + told.err or (problem == "is empty" and f"{typed} is empty" in told.out + told.err)
+    assert Path.cwd() == checkout
+
+
+def test_settings_start_at_the_checkouts_root_in_every_folder_of_it(checkout, capsys):
+    sources = "data.sources=[{name: s, format: llava, path: data/none.jsonl}]"
+    assert cli.main(["data", "check", "--model", "8b-debug", "--set", sources]) == 2
+    assert f"data file {checkout}/data/none.jsonl does not exist" in capsys.readouterr().out
+    os.chdir(checkout / "sub")
+    assert cli.main(["notebook", "run", "03_none", "-f", "own.yaml"]) == 2
+    assert f"no notebook {checkout}/03_none; notebooks lie in {checkout}/notebooks" in capsys.readouterr().err
+
+
 def test_without_a_command_the_help_is_shown_and_the_code_is_2(capsys):
     assert cli.main([]) == 2 and "commands" in capsys.readouterr().out
 

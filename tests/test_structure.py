@@ -26,7 +26,7 @@ LIMITS = (
 # what a machine is and which backend suits it are decided there, once, so that no other code has to ask
 DECIDES_FOR_MACHINES = ("mmkit/launch/machine.py", "mmkit/launch/choose.py")
 LEVELS = (  # a folder may import from its own and from lower rows, never from a sibling in its own row
-    ("errors", "config", "rules", "values", "presets", "foreign_names", "letterbox", "cache", "storage"),
+    ("errors", "config", "rules", "values", "presets", "foreign_names", "letterbox", "cache", "storage", "folder_lock"),
     ("models", "data", "sharding"),
     ("training", "evaluation"),
     ("launch", "notebook", "figures", "doctor", "listing", "run_options", "cli", "__main__"),

@@ -138,7 +138,7 @@ def _found(path: str | os.PathLike, what: str) -> Path:
     path = Path(path)
     if not path.is_file():
         near = nearest(path.name, [other.name for other in path.parent.glob("*")]) if path.parent.is_dir() else ""
-        raise ConfigError(f"{what} {path} does not exist{near}")
+        raise ConfigError(f"{what} {path.absolute()} does not exist{near}")
     return path
 
 

@@ -82,7 +82,11 @@ def _matching(pattern: str) -> list[str]:
     else:
         found = glob.glob(pattern.removeprefix("file://"))
     if not found:
-        raise ConfigError(f"no file matches {pattern}; give a folder of .tar files, one file or a pattern such as {{00000..00012}}.tar")
+        whole = pattern if is_remote(pattern) else os.path.abspath(pattern.removeprefix("file://"))
+        raise ConfigError(
+            f"no file matches {whole}; give a folder of .tar files, one file or a pattern such as "
+            "{00000..00012}.tar"
+        )
     return sorted(found)
 
 

@@ -71,6 +71,20 @@ def within(value: str, reference: str) -> bool:
     return got is not None and want is not None and abs(got - want) <= abs(want) * 0.05
 
 
+def relaxed(answer: str, truth: str) -> bool:
+    """ChartQA's relaxed accuracy (arXiv 2203.10244, section 5.1) as pix2struct's ``relaxed_correctness`` has
+    it: within 5% of the truth where both are numbers, a percent sign divides by 100 ("5%" is "0.05"); else
+    the same text but for case. A truth of 0 is compared as text."""
+    answer, truth, numbers = answer.strip(), truth.strip(), []
+    for text in (answer, truth):
+        number = as_number(text.removesuffix("%"))
+        numbers.append(number / 100 if number is not None and text.endswith("%") else number)
+    got, want = numbers
+    if got is None or not want:
+        return answer.lower() == truth.lower()
+    return abs(got - want) / abs(want) <= 0.05
+
+
 # ---------------------------------------------------------------- VQA soft accuracy
 
 

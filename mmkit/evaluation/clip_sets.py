@@ -8,9 +8,12 @@ of documents than the published one is an error.
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -22,6 +25,7 @@ from mmkit.data.images import open_image
 from mmkit.data.shards import ShardSource, open_shards
 from mmkit.errors import InputError
 from mmkit.evaluation import collections, retrieval, zero_shot
+from mmkit.evaluation.documents import THREADS, listed, picture_fault, picture_faults
 from mmkit.evaluation.metrics import wilson
 from mmkit.evaluation.zero_shot import Share
 from mmkit.storage import Store
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from mmkit.evaluation.runner import Result
     from mmkit.evaluation.tasks.clip_demo import Towers
 
+log = logging.getLogger(__name__)
 RECALLS = (1, 5, 10)
 MAIN = ("acc1", "mean_average_precision", "image_retrieval_recall@5")  # the first of them that a set has
 
@@ -54,7 +59,7 @@ def folder_of(name: str, root: str) -> str:
     """Where a task's set lies: ``root`` with ``{dataset}`` filled in, or ``root/wds_NAME`` as clip-benchmark
     names its sets.
     """
-    slug = name.replace("/", "-")
+    slug, root = name.replace("/", "-"), Store(root).path()
     return root.format(dataset=slug) if "{dataset}" in root else f"{root.rstrip('/')}/wds_{slug}"
 
 
@@ -72,18 +77,111 @@ def open_set(name: str, root: str, transform: Callable) -> tuple[TarSet, tuple[s
         raise InputError(f"{name}: {len(source)} documents in {folder}, a complete set has {task.n}")
     if not classify:
         return TarSet(source, transform, lambda text: [line.strip() for line in text.splitlines() if line.strip()]), ()
-    names = tuple(_text(f"{folder}/classnames.txt", f"{name}: the class names are missing").splitlines())
+    names = class_names(name, root)
     return TarSet(source, transform, _classes if name == collections.MULTI_LABEL else int), names
+
+
+def class_names(name: str, root: str) -> tuple[str, ...]:
+    """The class names of a set, a line each; InputError where one is empty or comes twice."""
+    path = f"{folder_of(name, root)}/classnames.txt"
+    names = tuple(line.strip() for line in _text(path, f"{name}: the class names are missing").splitlines())
+    if empty := [number for number, one in enumerate(names, start=1) if not one]:
+        what = "each line is the name of a class, the first of class 0"
+        raise InputError(f"{name}: line {empty[0]} of {path} is empty; {what}")
+    # ImageNet's own list has two names twice, and its variants take theirs from it
+    of_imagenet = name in (*collections.IMAGENET_NAMES, *collections.ROBUSTNESS)
+    known = collections.repeated_imagenet_names() if of_imagenet else set()
+    for number, one in enumerate(names):
+        if one in names[:number] and one not in known:
+            raise InputError(
+                f"{name}: lines {names.index(one) + 1} and {number + 1} of {path} are both {one!r}; two "
+                f"classes of one name cannot be told apart"
+            )
+    return names
 
 
 def _classes(text: str) -> list[int]:
     return [int(number) for number in text.replace(",", " ").split()]
 
 
+def look(names: Iterable[str], limit: int | None = None) -> dict[str, Callable[[], dict[str, int]]]:
+    """What looks at the documents of each demo task and each set of ``names``, before a model is there
+    (`check_set`)."""
+    from mmkit.evaluation.tasks import pack_documents
+    from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS, PACK
+
+    def demo() -> dict[str, int]:
+        everything = pack_documents.everything(PACK)
+        asked = everything[:limit]
+        if wrong := picture_faults(example.images[0] for example in asked):
+            raise InputError(f"pack {PACK}: {listed(wrong, len(asked), 'pictures')}")
+        return {"documents": len(everything), "asked": len(asked), "pictures": len(asked)}
+
+    found: dict[str, Callable[[], dict[str, int]]] = {}
+    for name in names:
+        if name in CLIP_TASKS:
+            found[name] = demo
+        elif limit is not None:
+            why = f"set {name!r} is scored whole or not at all; remove the limit"
+            raise ConfigError(f"evaluation.limit = {limit}: {why}")
+        else:
+            members = collections.members(name)
+            found |= {member: functools.partial(check_set, member, data_root()) for member in members}
+    return found
+
+
+def check_set(name: str, root: str) -> dict[str, int]:
+    """Looks at every sample of a set: its class is one of the names, or it has captions, and its picture
+    decodes. InputError otherwise; a warning where classes have no sample. Of a set in a bucket the names
+    alone are looked at: it would be fetched twice."""
+    folder = folder_of(name, root)
+    if Store(folder).size("test/nshards.txt") is None:
+        raise absent(name, folder)
+    documents, names = open_set(name, root, lambda image: image)
+    n = len(documents)
+    if Store(folder).remote:
+        return {"documents": n, "asked": n, "pictures": 0}
+
+    def sample(i: int) -> tuple[list[int], str]:
+        example, place = documents.source[i], documents.source.group(i)
+        try:
+            target = documents.target(example.caption)
+        except ValueError:
+            return [], f"{place}: cls is {example.caption[:60]!r}, no class number"
+        if not names:  # captions, of which the index has left out the empty ones
+            return [], picture_fault(example.images[0])
+        found = target if isinstance(target, list) else [target]
+        if wrong := [number for number in found if not 0 <= number < len(names)]:
+            return found, f"{place}: cls is {wrong[0]}"
+        return found, picture_fault(example.images[0])
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        samples = list(pool.map(sample, range(n)))
+    seen = {number for found, _ in samples for number in found}
+    faults = [fault for _, fault in samples if fault]
+    if outside := sorted(number for number in seen if not 0 <= number < len(names)):
+        shifted = min(seen) == 1 and outside == [len(names)]
+        from_one = "; the classes seem to be counted from 1" if shifted else ""
+        raise InputError(
+            f"{name}: {listed(faults, n, 'samples')}. {folder}/classnames.txt has {len(names)} names, of the "
+            f"classes 0 to {len(names) - 1}, and "
+            f"cls goes from {min(seen)} to {max(seen)}{from_one}"
+        )
+    if faults:
+        raise InputError(f"{name}: {listed(faults, n, 'samples')}")
+    if names and (unused := [one for number, one in enumerate(names) if number not in seen]):
+        log.warning(
+            "%s: %d of the %d classes of %s/classnames.txt have no sample (%s); names that belong to no "
+            "class lower the score",
+            name, len(unused), len(names), folder, ", ".join(unused[:5]),
+        )  # fmt: skip
+    return {"documents": n, "asked": n, "pictures": n}
+
+
 def _text(path: str, problem: str) -> str:
     try:
         with fsspec.open(path, "r", encoding="utf8") as file:
-            return file.read().strip()
+            return file.read().rstrip()  # not its beginning: an empty first line is a class without a name
     except FileNotFoundError:
         raise InputError(f"{problem}; {path} does not exist") from None
 
@@ -121,7 +219,13 @@ def check_names(names: Iterable[str], present: bool = True) -> None:
             groups = ", ".join((*CLIP_TASKS, *collections.COLLECTIONS))
             raise ConfigError(f"no task {name!r}{nearest(name, known)}; tasks are {groups} and the sets of these collections")
     for name, folder in absent_sets(names).items() if present else ():
-        raise ConfigError(f"task {name!r}: no set at {folder}; put clip-benchmark's tar set there, or set MMKIT_EVAL_DATA to where it is")
+        raise absent(name, folder)
+
+
+def absent(name: str, folder: str) -> ConfigError:
+    """What is said of a set that is not on the disk."""
+    what_to_do = "put clip-benchmark's tar set there, or set MMKIT_EVAL_DATA to where it is"
+    return ConfigError(f"task {name!r}: no set at {folder}; {what_to_do}")
 
 
 def absent_sets(names: Iterable[str]) -> dict[str, str]:
@@ -159,27 +263,27 @@ def data_root() -> str:
     return os.environ.get("MMKIT_EVAL_DATA", "data/eval")
 
 
-def results_of(names: Iterable[str], towers: Towers, *, batch: int = 64, share: Share = Share(), limit: int | None = None) -> list[Result]:
-    """Demo tasks, and sets or collections under `data_root` beside the two public ViT-L/14. All processes
-    call this.
+def results_of(
+    names: Iterable[str], towers: Towers, *, batch: int = 64, share: Share = Share(), limit: int | None = None
+) -> Iterator[Result]:
+    """Demo tasks (``limit`` documents of each), and sets or collections under `data_root` beside the two
+    public ViT-L/14; each result when its task ends. All processes call this.
 
     A collection whose average is published (VTAB, VTAB+, ImageNet robustness) has it as a result of its own
     behind its sets.
     """
     from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS
 
-    found = []
     for name in names:
         if name in CLIP_TASKS:
-            found.append(CLIP_TASKS[name](towers, batch=batch, share=share, limit=limit))
-        elif limit is not None:
-            raise ConfigError(f"evaluation.limit = {limit}: set {name!r} is scored whole or not at all; remove the limit")
-        else:
-            sets = [_result(member, towers, batch, share) for member in collections.members(name)]
-            found += sets
-            if name in collections.COLLECTIONS and name != "retrieval":
-                found.append(_average(name, sets))
-    return found
+            yield CLIP_TASKS[name](towers, batch=batch, share=share, limit=limit)
+            continue
+        sets = []
+        for member in collections.members(name):
+            sets.append(_result(member, towers, batch, share))
+            yield sets[-1]
+        if name in collections.COLLECTIONS and name != "retrieval":
+            yield _average(name, sets)
 
 
 def _result(name: str, towers: Towers, batch: int, share: Share) -> Result:
@@ -195,6 +299,10 @@ def _result(name: str, towers: Towers, batch: int, share: Share) -> Result:
     bounds = None if main == "mean_average_precision" else wilson(metrics[main], task.n)
     public = {"laion2b_l14": task.laion2b, "openai_l14": task.openai}
     spec = {"name": name, "version": 1, "source": "clip-benchmark's tar sets", "split": "test"}
+    if task.kind == "zeroshot_classification":
+        names, templates = class_names(name, data_root()), collections.templates(name)
+        written = [template if isinstance(template, str) else template("{c}") for template in templates]
+        spec |= {"classes": len(names), "names": hash_of(list(names)), "templates": hash_of(written)}
     return Result(
         name, spec, hash_of(spec), task.n, main, metrics, interval=bounds, n_total=task.n,
         controls={key: {"metrics": dict(values), "groups": {}} for key, values in public.items()},
@@ -210,7 +318,8 @@ def _average(name: str, sets: Sequence[Result]) -> Result:
     from mmkit.evaluation.task import hash_of
 
     rule = "mean of acc1, multi-label sets left out"
-    spec = {"name": name, "version": 1, "sets": [result.task for result in sets], "rule": rule}
+    members = {result.task: result.spec_hash for result in sets}
+    spec = {"name": name, "version": 1, "sets": members, "rule": rule}
     controls = {}
     for key in ("laion2b_l14", "openai_l14"):
         public = {result.task: result.controls[key]["metrics"] for result in sets}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -73,6 +74,11 @@ def templates(name: str) -> tuple:
     if short in (*IMAGENET_NAMES, *ROBUSTNESS):
         return imagenet().templates
     return tuple(_facts()["templates"][short])
+
+
+def repeated_imagenet_names() -> set[str]:
+    """Names that ImageNet's own list has for two classes each ("missile", "sunglasses")."""
+    return {name for name, n in Counter(imagenet().names).items() if n > 1}
 
 
 def zero_shot_task(name: str, class_names: Sequence[str] = ()) -> ZeroShotTask:

@@ -28,10 +28,12 @@ from mmkit.errors import InputError
 from mmkit.evaluation.metrics import majority, priors
 from mmkit.evaluation.task import Task, Unit, differences
 from mmkit.evaluation.zero_shot import Share
+from mmkit.folder_lock import FolderLock
 from mmkit.storage import Store, is_remote
 
 Answer = Callable[[Sequence[Example], Any], list[str]]  # (requests, Decode) -> one generated text each
 Progress = Callable[[str, int, int], None]  # (what, done, of)
+PATIENCE = 60.0  # seconds to wait for another process that writes results
 PACKAGES = ("torch", "transformers", "timm", "open_clip_torch", "peft")
 
 
@@ -257,7 +259,8 @@ def write_results(
 
     ``extra`` is kept with each of them; its ``export`` says what was scored. A stored result of the same task,
     spec, number of documents and export is replaced, all others stay. Files for servers and judges are
-    ``submission-TASK.json``. Returns the path of results.json.
+    ``submission-TASK.json``. Returns the path of results.json. One process writes at a time; ConfigError
+    where another does not end.
     """
     store, extra = Store(folder), dict(extra or {})
     named = {
@@ -266,21 +269,28 @@ def write_results(
         for result in results
     }
     replaced = {_key(tree) for tree in named.values()}
-    kept = [tree for tree in read_results(folder)["results"] if _key(tree) not in replaced]
-    lines = [
-        json.dumps(row, ensure_ascii=False) for row in _read_samples(folder) if _key(row) not in replaced
-    ]
-    new = []
-    for result in results:
-        tree = {name: value for name, value in asdict(result).items() if name not in ("rows", "submission")}
-        new.append(tree | extra | {"when": time.strftime("%Y-%m-%d %H:%M:%S")})
-        lines += [json.dumps(named[result.task] | row, ensure_ascii=False) for row in result.rows]
-        if result.submission:
-            store.write(
-                f"submission-{result.task}.json", json.dumps(result.submission, ensure_ascii=False).encode()
-            )
-    store.write("samples.jsonl", "".join(line + "\n" for line in lines).encode())
-    store.write("results.json", json.dumps({"results": kept + new}, indent=1, ensure_ascii=False).encode())
+    lock = FolderLock(store, "writes results in it")
+    # two evaluations of one run may end a task in the same second: each would write over the other's
+    lock.take(patience=PATIENCE)
+    try:
+        kept = [tree for tree in read_results(folder)["results"] if _key(tree) not in replaced]
+        lines = [
+            json.dumps(row, ensure_ascii=False) for row in _read_samples(folder) if _key(row) not in replaced
+        ]
+        new = []
+        for result in results:
+            tree = asdict(replace(result, rows=(), submission=None))
+            tree = {name: value for name, value in tree.items() if name not in ("rows", "submission")}
+            new.append(tree | extra | {"when": time.strftime("%Y-%m-%d %H:%M:%S")})
+            lines += [json.dumps(named[result.task] | row, ensure_ascii=False) for row in result.rows]
+            if result.submission:
+                text = json.dumps(result.submission, ensure_ascii=False)
+                store.write(f"submission-{result.task}.json", text.encode())
+        store.write("samples.jsonl", "".join(line + "\n" for line in lines).encode())
+        text = json.dumps({"results": kept + new}, indent=1, ensure_ascii=False)
+        store.write("results.json", text.encode())
+    finally:
+        lock.release()
     return store.path("results.json")
 
 

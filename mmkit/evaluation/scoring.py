@@ -5,40 +5,57 @@ demo's headline numbers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from mmkit.config import ClipConfig, ConfigError, ModelConfig, RunConfig
+from mmkit.errors import InputError
+from mmkit.evaluation.documents import listed, picture_faults
 from mmkit.evaluation.published import published_score
 from mmkit.evaluation.runner import Progress, Result, compared, evaluate, read_results, write_results
 from mmkit.evaluation.task import Task, find
 from mmkit.evaluation.zero_shot import Share
 from mmkit.models.exports import check_parent, finished_export, how_to_train
 from mmkit.sharding.backend import COMPUTE_DTYPE, Backend, create
-from mmkit.storage import fetched
+from mmkit.storage import Store, fetched
 
 log = logging.getLogger(__name__)
 
 
-def evaluate_run(run: RunConfig, *, share: Share = Share(), progress: Progress | None = None) -> list[Result]:
-    """Scores the run's export on every task of ``run.evaluation``, and adds them to results.json and
-    samples.jsonl in its folder. Its backend is that of one process on one device (`launch.launch.for_this_machine`).
+def evaluate_run(
+    run: RunConfig, *, share: Share = Share(), progress: Progress | None = None, checked: bool = False
+) -> list[Result]:
+    """Scores the run's export on every task of ``run.evaluation``, and adds each to results.json and
+    samples.jsonl in its folder when it ends: what stops a later task, an interrupt or an error, leaves it
+    there. Its backend is that of one process on one device (`launch.launch.for_this_machine`).
 
-    ConfigError naming the command that makes a missing export, or the nearest task of an unknown one, before
-    weights are read; InputError where the folder's results.json is damaged.
+    Before weights are read: ConfigError naming the command that makes a missing export, or the nearest task
+    of an unknown one; InputError where documents cannot be used (`check_documents`; ``checked`` where the
+    caller has done that) or the folder's results.json is damaged.
     """
     check_tasks(run)
+    if not checked:
+        check_documents(run)
     export = export_of(run)
     stored = read_results(run.folder)["results"]
     backend = create(run.backend, run.train.precision)
-    results = evaluate_model(run, *opened(export, backend), backend, share=share, progress=progress)
-    results = [compared(result, stored) for result in results]
-    if share.rank == 0:
-        where = {"device": backend.device.type, "precision": backend.precision}
-        write_results(run.folder, results, {"export": export, "preset": run.preset} | where)
+    where = {"device": backend.device.type, "precision": backend.precision}
+    results: list[Result] = []
+    try:
+        for result in evaluate_model(run, *opened(export, backend), backend, share=share, progress=progress):
+            results.append(compared(result, stored))
+            if share.rank == 0:
+                write_results(run.folder, results[-1:], {"export": export, "preset": run.preset} | where)
+    except (Exception, KeyboardInterrupt):
+        if results:
+            done = ", ".join(result.task for result in results)
+            place = Store(run.folder).path("results.json")
+            log.warning("stopped; what was scored before is in %s: %s", place, done)
+        raise
     return results
 
 
@@ -66,20 +83,21 @@ def evaluate_model(
     *,
     share: Share = Share(),
     progress: Progress | None = None,
-) -> list[Result]:
-    """The same for a model at hand, which was put where ``backend`` is (`opened`); nothing is written."""
+) -> Iterator[Result]:
+    """The same for a model at hand, which was put where ``backend`` is (`opened`): each task's result when it
+    ends; nothing is written."""
     settings = run.evaluation
     if isinstance(config, ClipConfig):
         from mmkit.evaluation.clip_sets import results_of
         from mmkit.evaluation.tasks.clip_demo import Towers
 
         towers = Towers.of(model, tokenizer, transforms, backend)
-        return results_of(settings.tasks, towers, batch=settings.batch, share=share, limit=settings.limit)
+        yield from results_of(settings.tasks, towers, batch=settings.batch, share=share, limit=settings.limit)
+        return
     from mmkit.evaluation.answering import VlmAnswerer
     from mmkit.evaluation.tasks.table import TASKS
 
     answer = VlmAnswerer(model, config, tokenizer, transforms, backend)
-    results = []
     for name in settings.tasks:
         task = find(name, TASKS)
         if settings.max_new_tokens is not None:
@@ -99,22 +117,70 @@ def evaluate_model(
         beside = (
             {} if known is None else {"published": {"metrics": {result.main_metric: known}, "groups": {}}}
         )
-        results.append(dataclasses.replace(result, controls=result.controls | beside))
-    return results
+        yield dataclasses.replace(result, controls=result.controls | beside)
+
+
+def check_documents(run: RunConfig) -> list[dict[str, Any]]:
+    """Looks at every document that ``run`` asks: complete sets, their fields, and each picture decoded. One
+    row a task.
+
+    InputError with the faults of all tasks; ConfigError for documents that are not here, which a dry run has
+    as a row.
+    """
+    check_tasks(run)
+    if isinstance(run.model, ClipConfig):
+        from mmkit.evaluation.clip_sets import look
+
+        looks = look(run.evaluation.tasks, run.evaluation.limit)
+    else:
+        from mmkit.evaluation.tasks.table import TASKS
+
+        limit = run.evaluation.limit
+        looks = {name: functools.partial(_look, TASKS[name], limit) for name in run.evaluation.tasks}
+    rows, faults = [], []
+    for name, look_at in looks.items():
+        try:
+            rows.append({"task": name} | look_at() | {"state": "ok"})
+        except ConfigError as error:
+            if not run.dry_run:
+                raise
+            nothing = {"documents": 0, "asked": 0, "pictures": 0}
+            rows.append({"task": name} | nothing | {"state": f"not here: {error}"})
+        except InputError as error:
+            faults.append(str(error))
+    if faults:
+        raise InputError("\n".join(faults))
+    return rows
+
+
+def _look(task: Task, limit: int | None) -> dict[str, int]:
+    """How many documents a task has, how many of them are asked and about how many pictures; InputError where
+    one cannot be used."""
+    task.available()
+    everything = task.checked_documents()
+    asked = everything if limit is None else task.checked_documents(limit)
+    pictures = {ref.identity: ref for example in asked for ref in task.visuals(example)}
+    if wrong := picture_faults(pictures.values()):
+        raise InputError(f"task {task.name}: {listed(wrong, len(pictures), 'pictures')}")
+    return {"documents": len(everything), "asked": len(asked), "pictures": len(pictures)}
 
 
 def check_tasks(run: RunConfig) -> None:
-    """ConfigError for a run without tasks or with one that is not in the table of its kind of model."""
+    """ConfigError for a run without tasks, with one that is not in the table of its kind of model or is named
+    twice, or whose documents are not here (a dry run has those in `check_documents`). Nothing is opened."""
     from mmkit.evaluation.clip_sets import check_names
     from mmkit.evaluation.tasks.table import TASKS
 
     if not run.evaluation.tasks:
         raise ConfigError(f"evaluation.tasks of {run.preset!r} is empty; name at least one task")
+    if len(set(run.evaluation.tasks)) < len(run.evaluation.tasks):
+        names = ", ".join(run.evaluation.tasks)
+        raise ConfigError(f"evaluation.tasks names a task twice: {names}; leave one out")
     if isinstance(run.model, ClipConfig):
         return check_names(run.evaluation.tasks, present=not run.dry_run)
     for name in run.evaluation.tasks:
         task = find(name, TASKS)
-        if isinstance(task, Task):
+        if not run.dry_run:
             task.available()
 
 
@@ -136,7 +202,8 @@ def export_of(run: RunConfig) -> str:
             check_parent(folder, found)
             return found
     stage = "pretrain" if isinstance(run.model, ClipConfig) else "finetune"
-    raise ConfigError(f"no export to score in {' or '.join(folders)}; {how_to_train(run, stage, 'make one with')}")
+    places = " or ".join(Store(each).path() for each in folders)
+    raise ConfigError(f"no export to score in {places}; {how_to_train(run, stage, 'make one with')}")
 
 
 HEADLINES: Mapping[str, tuple[str, ...]] = {

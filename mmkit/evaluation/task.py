@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -84,6 +84,8 @@ class Task:
     groups: tuple[str, ...] = ()
     prior: Callable[[], Sequence[tuple[str, str]]] | None = None
     shuffled_control: bool = True
+    # for each document what names those it counts together with
+    together: Callable[[Sequence[Example]], Sequence[Hashable]] | None = None
     available: Callable[[], None] = lambda: (
         None
     )  # raises ConfigError, before weights are read, where documents must be put somewhere first
@@ -95,7 +97,8 @@ class Task:
         """All documents, or ``limit`` of them in their order; InputError where the set is not complete.
 
         Where a control shuffles pictures, or kinds of question are scored apart, the limited ones are the
-        first of a fixed shuffle: the first in order would be questions about one picture.
+        first of a fixed shuffle: the first in order would be questions about one picture. Documents that
+        count together come together, so there may be some more than ``limit``.
         """
         found = list(self.documents())
         wanted = self.n_expected if isinstance(self.n_expected, tuple) else (self.n_expected,)
@@ -111,7 +114,12 @@ class Task:
         order = list(range(len(found)))
         if self.shuffled_control or self.groups:
             random.Random(f"limit {self.name}").shuffle(order)
-        return [found[place] for place in sorted(order[:limit])]
+        chosen = set(order[:limit])
+        if self.together:
+            groups = self.together(found)
+            wanted = {groups[place] for place in chosen}
+            chosen = {place for place, group in enumerate(groups) if group in wanted}
+        return [found[place] for place in sorted(chosen)]
 
     def correctness(self, scores: Mapping[str, float]) -> float | None:
         """How right one row is by the scores that `process` gave it, 0 to 1; None where rows have no score of

@@ -123,6 +123,10 @@ def evaluate(
         features = encode({"image": torch.stack([image for _, image, _ in chosen])})["image_features"]
         logits = 100 * F.normalize(features.float().cpu(), dim=-1) @ weights
         for (i, counts), (key, _, target), scores in zip(numbers, chosen, logits, strict=True):
+            # of a set in a bucket the classes are first read here
+            if not all(0 <= c < len(task.names) for c in (target if isinstance(target, list) else [target])):
+                what = f"{key} has class {target}, but there are {len(task.names)} names, of the classes from 0"
+                raise InputError(f"task {task.name}: {what}")
             if counts:
                 rows[i] = {"key": key, "target": target} | _row(scores, target, task.multi_label)
     ordered = share.joined(rows, n)

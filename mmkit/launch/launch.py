@@ -127,24 +127,27 @@ def launch(run: RunConfig, on_log: Callable[[Record], None] | None = None) -> La
 def for_this_machine(run: RunConfig) -> RunConfig:
     """``run`` resolved for the machine found here; a worker's stays as its launcher resolved it.
 
-    Workers that torchrun or srun started on a run which leaves something open choose for as many devices as there are workers:
-    each finds the same machine, so all choose the same.
+    Workers that torchrun, srun or mpirun started on a run which leaves something open choose for as many
+    devices as there are workers: each finds the same machine, so all choose the same.
     """
     from mmkit.launch.choose import for_machine
     from mmkit.launch.machine import check_is_here, machine_of
-    from mmkit.sharding.environment import started_by
+    from mmkit.sharding.environment import process_environment, started_by, started_here
 
-    if is_worker() and run.resolved:
-        return run
+    if is_worker():
+        # says what is missing of a launcher's variables before anything is decided by them
+        process_environment(os.environ)
+        if run.resolved:
+            return run
     machine, world = machine_of(), started_by(os.environ)[1]
     check_is_here(machine)
-    choice = for_machine(run, machine.for_workers(world, int(os.environ.get("LOCAL_WORLD_SIZE") or 0)))
+    choice = for_machine(run, machine.for_workers(world, started_here(os.environ)))
     choice.plan.check()
     return choice.run
 
 
 def is_worker() -> bool:
-    """Whether this process was itself started by `launch`, torchrun or srun and so trains in place.
+    """Whether this process was itself started by `launch`, torchrun, srun or mpirun and so trains in place.
 
     A kernel in which one DeepSpeed process ran has torchrun's variables too, with a world of 1: that is no worker. Nor is a batch
     script of SLURM (`started_by`).

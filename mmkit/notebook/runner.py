@@ -51,22 +51,24 @@ def run_notebook(
 ) -> Outcome:
     """Executes a notebook and says how it ended; the executed copy is kept whatever happens.
 
-    ``executed`` defaults to ``runs/notebooks/<name>.ipynb`` of the checkout. ``timeout`` bounds one cell in seconds. What cells print
-    goes to ``stream`` (standard output) while they run. Raises ConfigError before a kernel starts for a missing notebook, an unknown
-    parameter or a wrong value.
+    The kernel starts in the checkout's root, outside one in the working folder, as papermill's does.
+    ``executed`` defaults to ``runs/notebooks/<name>.ipynb`` there. ``timeout`` bounds one cell in seconds.
+    What cells print goes to ``stream`` (standard output) while they run. Raises ConfigError before a kernel
+    starts for a missing notebook, an unknown parameter or a wrong value.
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"no notebook {path}; notebooks lie in {_notebooks(path)}")
+        raise ConfigError(f"no notebook {path.absolute()}; notebooks lie in {_notebooks(path)}")
     import nbformat
 
     book = nbformat.read(path, as_version=4)
     values = check(parameters or {}, of_notebook(book, path.name), "-p")
+    kernel = kernel_of(book, path.name)
     executed = Path(executed) if executed else default_output(path, values)
     executed.parent.mkdir(parents=True, exist_ok=True)
     inject(book, values)
     started = time.monotonic()
-    code, message = _execute(book, path, executed, values, autosave, timeout, stream or sys.stdout)
+    code, message = _execute(book, path, executed, kernel, autosave, timeout, stream or sys.stdout)
     return Outcome(code, executed, time.monotonic() - started, message)
 
 
@@ -104,6 +106,28 @@ def as_code(value: Any) -> str:
     return repr(value)
 
 
+def kernel_of(book: Any, name: str) -> str:
+    """The kernel that a notebook runs on: the one it names where that is installed, else this environment's
+    own, said in one line.
+
+    The name is that of an environment on its author's machine (``conda-env-analysis-py``), which says nothing
+    about this one. ConfigError for a notebook of another language.
+    """
+    from jupyter_client.kernelspec import NATIVE_KERNEL_NAME, KernelSpecManager
+
+    spec = book.metadata.get("kernelspec", {})
+    wanted, info = spec.get("name", ""), book.metadata.get("language_info", {})
+    language = spec.get("language") or info.get("name") or "python"
+    if language.lower() not in ("python", "python3", "ipython"):
+        here = "mmkit runs notebooks in Python"
+        raise ConfigError(f"{name} is a notebook in {language} (kernel {wanted!r}); {here}")
+    if wanted in KernelSpecManager().find_kernel_specs():
+        return wanted
+    own = f"it runs on this environment's own ({sys.executable})"
+    log.warning("kernel %r of %s is not installed; %s", wanted, name, own)
+    return NATIVE_KERNEL_NAME
+
+
 class _Shown:
     """A stream without the line that the end mark prints."""
 
@@ -138,7 +162,13 @@ def _notebooks(path: Path) -> str:
 
 
 def _execute(
-    book: Any, path: Path, executed: Path, values: dict[str, Any], autosave: int, timeout: int | None, stream: Any
+    book: Any,
+    path: Path,
+    executed: Path,
+    kernel: str,
+    autosave: int,
+    timeout: int | None,
+    stream: Any,
 ) -> tuple[int, str]:
     """Runs the cells; returns the exit code and what went wrong."""
     import nbformat
@@ -158,8 +188,8 @@ def _execute(
     os.environ.update(environment)
     try:
         papermill.execute_notebook(
-            str(marked), str(executed), progress_bar=False, cwd=str(path.resolve().parent),
-            autosave_cell_every=autosave, execution_timeout=timeout,
+            str(marked), str(executed), progress_bar=False, cwd=str(workspace()),
+            autosave_cell_every=autosave, execution_timeout=timeout, kernel_name=kernel, language="python",
             stdout_file=_Shown(stream, token), stderr_file=_Shown(stream, token),
             # socket files in a folder only this user can open, not ports, nor files beside the notebook
             config=Config(KernelManager={"transport": "ipc", "ip": f"{folder.name}/kernel"}),

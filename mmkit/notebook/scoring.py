@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -33,6 +33,7 @@ class Scored:
     documents: Mapping[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
     suffix: str = ""
     export: str = ""  # what was scored
+    looked: tuple[dict[str, Any], ...] = ()  # of a dry run: one row a task, of its documents
 
     def numbers(self) -> dict[str, Any]:
         """What a notebook records: the headline, and how many documents each task had."""
@@ -55,30 +56,36 @@ class Scored:
         return tuple(note for result in self.results for note in result.notes)
 
     def _repr_html_(self) -> str:
-        return html(list(self.rows), self.title()) + "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return html(list(self.rows or self.looked), self.title()) + notes
 
     def __str__(self) -> str:
-        return "\n".join((self.title(), text(list(self.rows)), *self.notes))
+        return "\n".join((self.title(), text(list(self.rows or self.looked)), *self.notes))
 
     __repr__ = __str__
 
 
-def score(run: RunConfig) -> Scored:
+def score(run: RunConfig, looked: Sequence[dict[str, Any]] = ()) -> Scored:
     """Scores the newest export of the run's model and name, or ``run.start_from``, on
     ``run.evaluation.tasks``.
 
-    ConfigError for an unknown task, or where there is no export, with the command that makes one. A dry run
-    checks the tasks alone.
+    ConfigError for an unknown task, or where there is no export, with the command that makes one; InputError
+    for documents that cannot be used. A dry run looks at the documents alone. ``looked``: what
+    `evaluation.scoring.check_documents` gave, where it was called already.
     """
     from mmkit.evaluation.runner import table
-    from mmkit.evaluation.scoring import check_tasks, evaluate_run, export_of, headline
+    from mmkit.evaluation.scoring import check_documents, evaluate_run, export_of, headline
     from mmkit.launch.launch import for_this_machine
 
-    check_tasks(run)
+    looked = looked or check_documents(run)
     if run.dry_run:
-        return Scored(run)
+        return Scored(run, looked=tuple(looked))
     with Progress(1, "scoring") as progress:
-        results = evaluate_run(for_this_machine(run), progress=lambda what, done, of: _tell(progress, what, done, of))
+        results = evaluate_run(
+            for_this_machine(run),
+            progress=lambda what, done, of: _tell(progress, what, done, of),
+            checked=True,
+        )
     rows, documents = tuple(table(results)), _documents(results)
     return Scored(
         run, tuple(results), rows, headline(results), documents, suffix_of(run), export_of(run)

@@ -32,6 +32,8 @@ class DeepSpeedBackend(Processes, SingleBackend):
 
     def _connect(self) -> None:
         super()._connect()
+        if self.device.index is not None:
+            os.environ["LOCAL_RANK"] = str(self.device.index)  # its engine takes it for the device's number
         os.environ.setdefault("DS_ACCELERATOR", self.hardware.engine)
         os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
         import deepspeed

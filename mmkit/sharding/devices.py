@@ -27,6 +27,10 @@ class Hardware:
         """The device of this process; number ``index`` of this machine where several processes share it."""
         return torch.device(self.kind)
 
+    def identity(self, device: torch.device) -> str:
+        """What no other device in the world is called; "" where processes may share one."""
+        return ""
+
     def wrapper_ids(self, device: torch.device) -> list[int] | None:
         """What DDP calls device_ids."""
         return None
@@ -65,10 +69,16 @@ class CudaHardware(Hardware):
         return torch.cuda.is_available()
 
     def device(self, index: int | None = None) -> torch.device:
-        """See `Hardware`; it becomes the current one."""
-        device = torch.device(self.kind, torch.cuda.current_device() if index is None else index)
+        """See `Hardware`; it becomes the current one. A process that sees fewer devices than its machine has
+        processes (`srun --gpus-per-task=1`: one, number 0) counts among those it sees."""
+        index = torch.cuda.current_device() if index is None else index % torch.cuda.device_count()
+        device = torch.device(self.kind, index)
         torch.cuda.set_device(device)
         return device
+
+    def identity(self, device: torch.device) -> str:
+        """See `Hardware`."""
+        return str(torch.cuda.get_device_properties(device).uuid)
 
     def wrapper_ids(self, device: torch.device) -> list[int] | None:
         """See `Hardware`."""

@@ -1,4 +1,5 @@
-"""Who am I among how many processes: torchrun's, SLURM's or a TPU pod's variables, or one process alone.
+"""Who am I among how many processes: the variables of torchrun, SLURM, an MPI launcher or a TPU pod, or one
+process alone.
 
 `process_environment` is a pure function of the variables; `init_distributed` connects the processes and names those missing.
 """
@@ -21,6 +22,20 @@ from mmkit.config import ConfigError, RunConfig
 log = logging.getLogger(__name__)
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_NODELIST", "SLURM_JOB_ID")
+# launcher -> its rank, rank on this machine, all processes, processes on this machine. Open MPI:
+# docs.open-mpi.org, "Environment variables that Open MPI sets in the run-time environment"; MVAPICH: its user
+# guide; Hydra is the launcher of MPICH and Intel MPI.
+MPI = {
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "MVAPICH": (
+        "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "Hydra": ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),
+}  # fmt: skip
 TPU_POD = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
 GRACE = 3.0  # seconds the process that holds the store outlives its own timeout
 TPU_PORT = 8479  # any fixed port that libtpu (8471, 8476) does not use
@@ -43,28 +58,48 @@ class ProcessEnvironment:
 
 
 def started_by(env: Mapping[str, str]) -> tuple[str, int]:
-    """(who started this process, how many it started): ``torchrun``, ``SLURM`` (a step of srun), else ``""`` and 1.
+    """(who started this process, how many it started): ``torchrun``, ``SLURM`` (a step of srun), a name of
+    `MPI`, else ``""`` and 1.
 
     Torchrun's count is 0 where WORLD_SIZE is missing beside RANK, and 1 without a RANK: a kernel or a library left the
-    others behind. A batch script is no step of srun: it has SLURM_PROCID and SLURM_NTASKS, but its tasks are not started yet.
+    others behind; so is an MPI's without its size. A batch script is no step of srun: it has SLURM_PROCID and
+    SLURM_NTASKS, but its tasks are not started yet.
     """
     env = {name: value.strip() for name, value in env.items() if value.strip()}
     if any(name in env for name in TORCHRUN[:3]):
         own = env.get("RANK")
         return "torchrun", _number(env, "WORLD_SIZE", 0) if own else 1
     tasks = _number(env, "SLURM_STEP_NUM_TASKS", 1) if "SLURM_PROCID" in env else 1
+    for launcher, (place, _, size, _) in MPI.items():
+        if place not in env and size not in env:
+            continue
+        # srun speaks Hydra's protocol too (--mpi=pmi2) and then says the same twice; where the two differ,
+        # the step is that of an mpirun's daemons, one on each host
+        same = (env.get(place), env.get(size)) == (env.get("SLURM_PROCID"), env.get("SLURM_STEP_NUM_TASKS"))
+        if not same and _number(env, size, 0) != 1:
+            return launcher, _number(env, size, 0)
     return ("SLURM", tasks) if tasks != 1 else ("", 1)
 
 
-def process_environment(env: Mapping[str, str]) -> ProcessEnvironment:
-    """The place that ``env`` describes. Torchrun's variables win over SLURM's, SLURM's over a TPU pod's.
+def started_here(env: Mapping[str, str]) -> int:
+    """How many processes the launcher started on this machine; 0 where it does not say."""
+    names = ("LOCAL_WORLD_SIZE", *(here for *_, here in MPI.values()))
+    return next((_number(env, name) for name in names if env.get(name, "").strip()), 0)
 
-    MASTER_ADDR and MASTER_PORT alone override what SLURM's variables give. An empty variable counts as unset. ConfigError names the
-    missing variables where a set is incomplete, and the variable that is not a number.
+
+def process_environment(env: Mapping[str, str]) -> ProcessEnvironment:
+    """The place that ``env`` describes. Torchrun's variables win over an MPI's and SLURM's, those over a TPU
+    pod's.
+
+    MASTER_ADDR and MASTER_PORT alone override what SLURM's variables give, and must be set beside an MPI's,
+    which name no address. An empty variable counts as unset. ConfigError names the missing variables where a
+    set is incomplete, and the variable that is not a number.
     """
     env = {name: value for name, value in env.items() if value.strip()}
     by, _ = started_by(env)
     if by:
+        if by in MPI:
+            return _from_mpi(env, by)
         return _from_torchrun(env) if by == "torchrun" else _from_slurm(env)
     several_hosts = "," in env.get("TPU_WORKER_HOSTNAMES", "")
     if several_hosts:
@@ -77,6 +112,17 @@ def _from_torchrun(env: Mapping[str, str]) -> ProcessEnvironment:
     _require(env, TORCHRUN, "start with torchrun, set all of them, or unset them for one process")
     rank, local_rank, world = (_number(env, name) for name in TORCHRUN[:3])
     return _checked(ProcessEnvironment(rank, local_rank, world, env["MASTER_ADDR"], _number(env, "MASTER_PORT"), "torchrun"))
+
+
+def _from_mpi(env: Mapping[str, str], launcher: str) -> ProcessEnvironment:
+    names = (*MPI[launcher][:3], "MASTER_ADDR", "MASTER_PORT")
+    with_it = "`mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500`"
+    told = with_it if launcher == "Open MPI" else "MASTER_ADDR=HOST and MASTER_PORT=29500"
+    others = f"with torchrun or with srun; unset {names[2]} for one process"
+    _require(env, names, f"start with {told} (HOST: that of rank 0), {others}")
+    rank, local_rank, world = (_number(env, name) for name in names[:3])
+    address, port = env["MASTER_ADDR"], _number(env, "MASTER_PORT")
+    return _checked(ProcessEnvironment(rank, local_rank, world, address, port, launcher))
 
 
 def _from_slurm(env: Mapping[str, str]) -> ProcessEnvironment:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch import Tensor
 
+from mmkit.errors import ConfigError
 from mmkit.sharding.environment import init_distributed
 from mmkit.sharding.exchange import exchange
 from mmkit.sharding.devices import hardware_here
@@ -64,6 +67,23 @@ class HostTalk:
                 os.environ.pop(name, None)
 
 
+def check_own_devices(places: Sequence[tuple[str, str]]) -> None:
+    """ConfigError where two processes have one device: NCCL would refuse it later, or each wait for the
+    other's memory. ``places`` is (host, `Hardware.identity`) of every rank."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks.setdefault(place, []).append(rank)
+    for (host, serial), sharing in ranks.items():
+        if serial and len(sharing) > 1:
+            here = [place for place in places if place[0] == host]
+            raise ConfigError(
+                f"ranks {', '.join(map(str, sharing))} have one device of {host} ({serial}): {len(here)} "
+                f"processes there see {len(set(here))} "
+                "device(s). Start one process a device, or let each see its own (srun --gpus-per-task=1, or "
+                "no CUDA_VISIBLE_DEVICES)"
+            )
+
+
 class Processes(HostTalk):
     """Mixin of a Backend with one process a device: its place among them and the collectives over device tensors."""
 
@@ -76,6 +96,7 @@ class Processes(HostTalk):
         self.devices = self.averages = self.world
         self.device = self.hardware.device(self.local_rank)
         self._host_group = dist.new_group(backend="gloo")
+        check_own_devices(self.all_objects((socket.gethostname(), self.hardware.identity(self.device))))
 
     def sum_over_devices(self, value: Tensor | float) -> Tensor:
         """See `Backend.sum_over_devices`."""

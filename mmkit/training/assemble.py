@@ -18,6 +18,7 @@ from torch import nn
 
 from mmkit.config import ClipConfig, ConfigError, RunConfig
 from mmkit.data.recipe import sources_of
+from mmkit.folder_lock import FolderLock
 from mmkit.models.vocabulary import row_tables
 from mmkit.sharding.backend import Backend, create
 from mmkit.training.agreement import by_each, by_main
@@ -65,6 +66,7 @@ class TrainState:
     tokens: int = 0
     precisions: list[dict] = field(default_factory=list)  # from which step on which precision was used
     history: list[dict] = field(default_factory=list)  # every resume from a checkpoint the user named, with what was changed
+    lock: FolderLock | None = None  # of the run folder, while it trains there
     asked: RunConfig | None = None  # as the user asked for it: a rewind may have changed the precision of `run`
 
     def __post_init__(self):

@@ -100,8 +100,9 @@ def train(
             rewind, path = outcome, outcome.path
             changes = {"train__precision": rewind.decision.precision} if rewind.decision.precision else {}
             state.backend.clear(keep_programs=True)
+            lock = state.lock
             state = assemble(changed(state.run, resume=path, **changes))
-            state.asked = run
+            state.asked, state.lock = run, lock
 
 
 def assembled(run: RunConfig, held: contextlib.ExitStack) -> tuple[TrainState, str | None]:
@@ -111,14 +112,14 @@ def assembled(run: RunConfig, held: contextlib.ExitStack) -> tuple[TrainState, s
     had changed the precision, the state is built a second time.
     """
     state = assemble(run)
-    held.enter_context(alone_in_folder(state))
+    state.lock = lock = held.enter_context(alone_in_folder(state))
     path = resume_path(state)
     precision = precision_in_force(state, path)
     if precision != run.train.precision:
         state.loader.close()
         state.backend.clear(keep_programs=True)
         state = assemble(changed(run, train__precision=precision))
-        state.asked = run
+        state.asked, state.lock = run, lock
     return state, path
 
 

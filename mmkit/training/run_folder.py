@@ -6,14 +6,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
 import random
 import re
-import socket
-import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from typing import Any
@@ -21,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mmkit.config import ConfigError, OptimizerConfig, Precision, RunConfig, asked, to_yaml
-from mmkit.errors import writing
+from mmkit.folder_lock import FolderLock
 from mmkit.models.vocabulary import row_tables
 from mmkit.storage import Store
 from mmkit.training.agreement import by_main
@@ -40,47 +37,20 @@ OF_A_TRAINING = (  # what a training leaves in its run folder beside checkpoints
     "samples.jsonl", "submission-*.json", "record-*.json",
 )  # fmt: skip
 LIVES_ON = ("stability", "tensorboard", "config.yaml", "environment.json", "metrics.jsonl")  # of these a branch in the same folder goes on with its own
-LOCK = ".in-use"  # locked, and saying by whom, while a process trains in the folder
 PLACE = re.compile(r"(step|epoch)-(\d+)")
 
 
 @contextlib.contextmanager
-def alone_in_folder(state: TrainState) -> Iterator[None]:
+def alone_in_folder(state: TrainState) -> Iterator[FolderLock]:
     """Within it no other process trains in the run folder: two of one name would clear away each other's checkpoints and lines. All
-    processes; ConfigError on all where somebody does. The lock ends with the process. Object stores have none."""
-    store, job = Store(state.run.folder), os.environ.get("SLURM_JOB_ID")
-    again = job and requeued()
-    own = f"process {os.getpid()} on {socket.gethostname()}{f' of job {job}' if job else ''}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-
-    def take() -> None:
-        store.make()
-        with writing(store.path(LOCK), "root=FOLDER"):
-            file = held.enter_context(open(store.path(LOCK), "a+b", buffering=0))
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            other = file.read().decode(errors="replace") or "another process"
-            if again and f" of job {job}," in other:
-                # the job was requeued: a network disk frees the lock of a host that has died only after a while
-                log.warning("%s was in use by %s, an earlier start of this job", store.path(), other)
-                return
-            raise ConfigError(
-                f"{store.path()} is in use: {other} trains in it; wait for it or stop it, or give this run another name (name=...). Where "
-                f"that process is gone, remove {store.path(LOCK)}"
-            ) from None
-        except OSError as error:
-            log.info("%s: the disk has no locks (%s), so nobody notices a second run of this name", store.path(), error)
-            return
-        # before it is closed: data workers have the file too
-        held.callback(fcntl.flock, file, fcntl.LOCK_UN)
-        with contextlib.suppress(OSError):  # the lock holds on a full disk too
-            file.truncate(0)
-            file.write(own.encode())
-
-    with contextlib.ExitStack() as held:
-        by_main(state.backend, lambda: None if store.remote else take())
-        yield
+    processes; ConfigError on all where somebody does."""
+    lock = FolderLock(Store(state.run.folder), "trains in it")
+    by_main(state.backend, lock.take)
+    try:
+        yield lock
+    finally:
+        if state.backend.is_main:
+            lock.release()
 
 
 def requeued() -> bool:
@@ -89,7 +59,10 @@ def requeued() -> bool:
 
 
 def save_checkpoint(state: TrainState, metrics: dict[str, float] | None = None) -> bool:
-    """Writes the checkpoint of this step. All processes."""
+    """Writes the checkpoint of this step. All processes; ConfigError on all where the folder is another
+    process's by now."""
+    if state.lock is not None:
+        by_main(state.backend, state.lock.check)
     values = {
         "step": state.step, "samples": state.samples, "tokens": state.tokens, "total_steps": state.total_steps,
         "data": state.loader.state_dict(), "schedule": state.schedule.state_dict(), "guard": state.guard.state_dict(),

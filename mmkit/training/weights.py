@@ -22,6 +22,7 @@ from mmkit.models.exports import finished_export, how_to_train
 from mmkit.models.hollow import Stored, base_name, digest_of
 from mmkit.models.vocabulary import added_tokens, row_tables, tables_of, train_rows_alone
 from mmkit.sharding.backend import COMPUTE_DTYPE, Backend
+from mmkit.storage import Store
 from mmkit.training import adapters
 from mmkit.training.gradients import check_allowed
 from mmkit.training.optim import compiled, component_of
@@ -84,7 +85,9 @@ def parent_export(run: RunConfig) -> str | None:
         go_on = "it is what start_from names; let that run end first"
     if found := finished_export(folder, go_on):
         return found
-    raise ConfigError(f"stage {run.stage!r} starts from {folder}/export, which does not exist; {makes} (or set start_from=source)")
+    place = Store(folder).path("export")
+    what_to_do = f"{makes} (or set start_from=source)"
+    raise ConfigError(f"stage {run.stage!r} starts from {place}, which does not exist; {what_to_do}")
 
 
 def check_exportable(run: RunConfig) -> None:

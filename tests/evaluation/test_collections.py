@@ -2,6 +2,8 @@
 
 import pytest
 
+from mmkit.errors import InputError
+from mmkit.evaluation.clip_sets import class_names
 from mmkit.evaluation.collections import (
     COLLECTIONS,
     average,
@@ -62,3 +64,14 @@ def test_tasks_bring_their_names_or_ask_for_them():
         zero_shot_task("cars")
     with pytest.raises(ValueError, match="benchmark_recall"):
         zero_shot_task("flickr30k")
+
+
+def test_imagenets_own_list_has_two_names_twice(tmp_path):
+    import open_clip
+
+    for name in ("imagenet1k", "stl10"):
+        (tmp_path / f"wds_{name}").mkdir()
+        (tmp_path / f"wds_{name}" / "classnames.txt").write_text("\n".join(open_clip.IMAGENET_CLASSNAMES))
+    assert class_names("imagenet1k", str(tmp_path)) == tuple(open_clip.IMAGENET_CLASSNAMES)
+    with pytest.raises(InputError, match="are both 'missile'"):
+        class_names("stl10", str(tmp_path))

@@ -111,12 +111,12 @@ ONLY = "Please answer directly with only the letter of the correct option and no
             {"type": "multi_choice"},
             "Which?\nFirst show your reasoning process and then give the final answer.",
         ),
-        ("mathvista", {"type": "free_form"}, f"Which?\n{WORD}"),
-        ("textvqa", {"ocr_tokens": ["STOP", "4th"]}, f"Which?\nReference OCR tokens: STOP, 4th\n{WORD}"),
-        ("textvqa", {"ocr_tokens": []}, f"Which?\nReference OCR tokens:\n{WORD}"),
+        ("mathvista", {"type": "free_form", "gt_answer": "7"}, f"Which?\n{WORD}"),
+        ("textvqa", {"gt_answer": ["A"], "ocr_tokens": ["STOP", "4th"]}, f"Which?\nReference OCR tokens: STOP, 4th\n{WORD}"),
+        ("textvqa", {"gt_answer": ["A"], "ocr_tokens": []}, f"Which?\nReference OCR tokens:\n{WORD}"),
         (
             "scienceqa",
-            {"options": ["one"], "text_answer": "one", "hint": "Look."},
+            {"options": ["one"], "text_answer": "one", "hint": "Look.", "type": True},
             f"Look. Which?\nA. one\n{ONLY}",
         ),
         (
@@ -135,7 +135,7 @@ ONLY = "Please answer directly with only the letter of the correct option and no
         ("docvqa", {"questionId": "5"}, "Which?\nGive the short answer directly."),
         (
             "vizwiz",
-            {"image_id": "i"},
+            {"image_id": "i", "category": "val", "gt_answer": ["A"]},
             f"Which?\nWhen the provided information is insufficient, respond with 'Unanswerable'.\n{WORD}",
         ),
     ],
@@ -159,7 +159,8 @@ def test_a_document_without_what_its_prompt_or_scorer_needs_is_refused_before_an
     write(folder, "textvqa", [row(ocr_tokens=["A"]), row(key="2")])
     with pytest.raises(
         ValueError,
-        match="line 2: KeyError 'ocr_tokens'; a line of textvqa holds at least key, question, gt_answer, ocr_tokens",
+        match=r"textvqa.jsonl: 2 of 2 documents cannot be used: line 1: gt_answer is 'A', not a list of texts; line 2: no ocr_tokens, gt_answer is "
+        r"'A', .*\. A line of textvqa holds key, image, question, gt_answer, ocr_tokens$",
     ):
         published_sets.documents("textvqa")
 
@@ -170,9 +171,10 @@ DOCUMENT = {  # fields of one document that every benchmark can read, and a righ
 }  # fmt: skip
 SPECIAL = {
     "ai2d": {"gt_answer": "0"}, "mmvp": {"gt_answer": "(a)"}, "ade": {"gt_answer": "(A)"}, "coco": {"gt_answer": "(A)"},
-    "omni": {"gt_answer": "(A)"}, "blink": {"gt_answer": "(A)"}, "seed": {"category": 1}, "qbench": {"type": "0"}, "mme": {"category": "OCR"},
+    "omni": {"gt_answer": "(A)"}, "blink": {"gt_answer": "(A)"}, "seed": {"category": 1}, "qbench": {"type": "0"}, "mme": {"category": "OCR", "gt_answer": "Yes"},
     "textvqa": {"gt_answer": ["A"] * 10, "category": "val"}, "vizwiz": {"gt_answer": ["A"] * 10, "category": "val"},
-    "ocrbench": {"gt_answer": ["A"]}, "ocrbench_exact": {"gt_answer": ["A"]},
+    "ocrbench": {"gt_answer": ["A"]}, "ocrbench_exact": {"gt_answer": ["A"]}, "scienceqa": {"type": True}, "mmmu": {"type": "multiple-choice"},
+    "mathvista": {"type": "multi_choice"}, "pope": {"gt_answer": "yes"},
 }  # fmt: skip
 
 
@@ -187,7 +189,7 @@ def test_every_benchmark_is_a_task_that_runs_over_documents_on_disk(folder, monk
             for i in range(4)
         ],
     )
-    said = ["A", "A", "nothing of the kind", "nothing of the kind"]
+    said = [SPECIAL.get(name, {}).get("gt_answer", "A") if name in ("pope", "mme") else "A"] * 2 + ["nothing of the kind"] * 2
     result = evaluate(
         small(monkeypatch, name, 4), lambda asked, decode: [said[int(example.key)] for example in asked]
     )
@@ -227,9 +229,9 @@ def test_a_line_that_is_no_document_is_named(folder):
     write(
         folder,
         "gqa",
-        [{"key": "1", "question": "Red?", "gt_answer": "yes"}, {"question": "no key", "gt_answer": "no"}],
+        [{"key": "1", "image": None, "question": "Red?", "gt_answer": "yes"}, {"question": "no key", "gt_answer": "no"}],
     )
-    with pytest.raises(ValueError, match="gqa.jsonl, line 2: KeyError 'key'"):
+    with pytest.raises(ValueError, match="gqa.jsonl: 1 of 2 documents cannot be used: line 2: no key, no image. A line of gqa holds key"):
         published_sets.documents("gqa")
 
 

@@ -76,6 +76,7 @@ def test_several_machines_are_left_to_their_scheduler(tmp_path):
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, False),  # a batch script with -n 4: its tasks are not started yet
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, False),  # srun -n1 --pty bash
         ({"WORLD_SIZE": "4"}, False), ({"LOCAL_RANK": "0"}, False),  # left by a library
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, True), ({"PMI_RANK": "1", "PMI_SIZE": "4"}, True), ({"MV2_COMM_WORLD_SIZE": "1"}, False),
         ({"MMKIT_WORKER": "1"}, True),
     ],
 )

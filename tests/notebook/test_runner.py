@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import time
 
 import nbformat
@@ -10,7 +11,9 @@ import psutil
 import pytest
 
 from mmkit.config import ConfigError
-from mmkit.notebook.runner import KERNEL_DIED, NOTEBOOK_ERROR, OK, USER_ERROR, inject, run_notebook
+from mmkit.notebook.runner import (
+    KERNEL_DIED, NOTEBOOK_ERROR, OK, USER_ERROR, inject, kernel_of, run_notebook,
+)  # fmt: skip
 
 
 VALUES = {"a": -1e-5, "b": "--flag", "c": None, "d": {1: "x", "y": [2, (3,)]}, "e": [float("-inf"), 0.1], "f": 'quo"te\n\\', "g": ()}
@@ -28,7 +31,8 @@ def test_the_injected_cell_gives_each_value_as_it_is_behind_the_parameters_and_o
     assert len(book.cells) == 3
 
 
-def test_a_good_notebook_ends_with_0_and_carries_no_trace_of_the_end_mark(tmp_path, write):
+def test_a_good_notebook_ends_with_0_and_carries_no_trace_of_the_end_mark(tmp_path, write, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     stream = io.StringIO()
     look = "import os; print('hello', model, lr, type(lr).__name__, 'beside', sorted(os.listdir()))"
     book = write(tmp_path, look)
@@ -74,7 +78,8 @@ def test_a_dead_kernel_has_its_own_code_and_leaves_no_child(tmp_path, write):
     assert any("child" in out.get("text", "") for cell in nbformat.read(outcome.notebook, 4).cells for out in cell.get("outputs", ()))
 
 
-def test_output_of_a_long_cell_is_saved_while_it_runs(tmp_path, write):
+def test_output_of_a_long_cell_is_saved_while_it_runs(tmp_path, write, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     early = "import time, pathlib\nfor i in range(6):\n    print('early', i, flush=True)\n    time.sleep(0.5)\n"
     watch = early + "print('saved', 'early 1' in pathlib.Path('out.ipynb').read_text())"
     book = write(tmp_path, watch)
@@ -113,3 +118,42 @@ def test_a_missing_notebook_names_those_that_exist(tmp_path, write):
     write(tmp_path, "1")
     with pytest.raises(ConfigError, match="book.ipynb"):
         run_notebook(tmp_path / "boook.ipynb")
+
+
+def renamed(path, **kernelspec):
+    """The notebook with another kernel in its metadata, or with none."""
+    book = nbformat.read(path, as_version=4)
+    book.metadata["kernelspec"] = kernelspec
+    if not kernelspec:
+        del book.metadata["kernelspec"]
+    nbformat.write(book, path)
+    return path
+
+
+CONDA = {"name": "conda-env-analysis_1-py", "display_name": "Python [conda env:analysis_1]", "language": "python"}
+
+
+def test_a_kernel_that_is_not_installed_is_this_environments_own_and_told_in_one_line(tmp_path, write, caplog, monkeypatch):
+    (tmp_path / "books").mkdir()
+    (tmp_path / "data.txt").write_text("found")
+    monkeypatch.chdir(tmp_path)
+    look = "import sys; print(sys.executable, model, open('data.txt').read())"
+    book, stream = renamed(write(tmp_path / "books", look), **CONDA), io.StringIO()
+    outcome = run_notebook(book, tmp_path / "out.ipynb", {"model": "13b"}, stream=stream)
+    assert outcome.code == OK and f"{sys.executable} 13b found" in stream.getvalue()  # paths start where they do for papermill
+    (line,) = [record.getMessage() for record in caplog.records if "is not installed" in record.getMessage()]
+    assert "kernel 'conda-env-analysis_1-py' of book.ipynb" in line and sys.executable in line
+
+
+def test_a_notebook_that_names_no_kernel_runs_and_one_that_is_installed_is_kept(tmp_path, write, monkeypatch):
+    assert kernel_of(nbformat.read(renamed(write(tmp_path, "1")), as_version=4), "book") == "python3"
+    folder = tmp_path / "share" / "kernels" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "kernel.json").write_text('{"argv": ["python"], "display_name": "Mine", "language": "python"}')
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share"))
+    assert kernel_of(nbformat.read(renamed(write(tmp_path, "1"), name="mine"), as_version=4), "book") == "mine"
+
+
+def test_a_notebook_in_another_language_is_refused(tmp_path, write):
+    with pytest.raises(ConfigError, match=r"book.ipynb is a notebook in R \(kernel 'ir'\)"):
+        run_notebook(renamed(write(tmp_path, "1"), name="ir", display_name="R", language="R"), tmp_path / "out.ipynb")

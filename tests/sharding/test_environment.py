@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mmkit.config import ConfigError
-from mmkit.sharding.environment import expand_hosts, free_port, process_environment
+from mmkit.sharding.environment import expand_hosts, free_port, process_environment, started_by, started_here
 
 SLURM = {
     "SLURM_PROCID": "17", "SLURM_NTASKS": "32", "SLURM_STEP_NUM_TASKS": "32", "SLURM_JOB_NODELIST": "gpu[03-05,11]", "SLURM_JOB_ID": "4711",
@@ -38,6 +38,35 @@ def test_torchrun_wins_over_slurm():
 def test_tpu_pod_hosts_are_processes():
     assert place({"TPU_WORKER_ID": "2", "TPU_WORKER_HOSTNAMES": "a,b,c,d"}) == (2, 0, 4, "a")
     assert place({"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost"}) == (0, 0, 1, "127.0.0.1")
+
+
+MET = {"MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+MVAPICH = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items()}
+HYDRA = {"PMI_RANK": "5", "MPI_LOCALRANKID": "1", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4"}
+
+
+@pytest.mark.parametrize(("env", "launcher"), [(OPEN_MPI, "Open MPI"), (MVAPICH, "MVAPICH"), (HYDRA, "Hydra")])
+def test_an_mpi_launcher_is_a_place_once_it_has_an_address(env, launcher):
+    assert place(env | MET) == (5, 1, 8, "head") and started_by(env) == (launcher, 8) and started_here(env) == 4
+    assert process_environment(env | MET).source == launcher
+    with pytest.raises(ConfigError, match=r"not MASTER_ADDR, MASTER_PORT; start with .*torchrun or with srun; unset \w+_SIZE for one") as error:
+        process_environment(env)
+    assert "\n" not in str(error.value)
+    for name in list(env)[:3]:
+        left = {key: value for key, value in env.items() if key != name} | MET
+        with pytest.raises(ConfigError, match=f"but not {name};"):
+            process_environment(left)
+    alone = {name: "0" if "RANK" in name and not name.endswith("NRANKS") else "1" for name in env}
+    assert place(alone)[:3] == (0, 0, 1) and started_by(alone) == ("", 1)  # mpirun -n 1
+    assert place(env | MET | TORCHRUN)[2] == 2
+
+
+def test_an_mpi_inside_a_slurm_job_is_told_from_a_step_that_speaks_its_protocol():
+    step = SLURM | {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8"}
+    assert started_by(step | HYDRA) == ("SLURM", 8) and place(step | HYDRA)[3] == "gpu03"  # srun --mpi=pmi2
+    daemons = SLURM | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}  # which srun started for mpirun, one a host
+    assert started_by(daemons | OPEN_MPI) == ("Open MPI", 8) and place(daemons | HYDRA | MET) == (5, 1, 8, "head")
 
 
 def test_nothing_set_is_one_process_with_a_free_port():

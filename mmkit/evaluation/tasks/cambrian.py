@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import string
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from mmkit.data.choices import LETTER, LETTER_IN_CHINESE, LETTER_ONLY
@@ -22,9 +22,11 @@ from mmkit.evaluation.answers import (
     first_letter,
     first_word,
     short_answer,
+    relaxed,
     vqa_accuracy,
     within,
 )
+from mmkit.evaluation.documents import Kind
 from mmkit.evaluation.task import Unit
 
 WORD = "Answer the question using a single word or phrase."
@@ -43,6 +45,9 @@ SEED_TYPES = {
 }  # fmt: skip
 QBENCH_TYPES = {"0": "Yes/No", "1": "What", "2": "How"}
 MME_COGNITION = ("commonsense_reasoning", "numerical_calculation", "text_translation", "code_reasoning")
+MME_PERCEPTION = (
+    "existence", "count", "position", "color", "posters", "celebrity", "scene", "landmark", "artwork", "OCR",
+)  # fmt: skip
 HANDWRITTEN = "Handwritten Mathematical Expression Recognition"
 
 Row = dict[str, Any]
@@ -51,6 +56,7 @@ Score = Callable[[list[Row], list[float]], dict]  # all rows and how right each 
 Trials = Callable[
     [list[Row], list[float]], list[tuple[float, Row]]
 ]  # what the main metric is the mean of, each with a row of it
+Together = Callable[[list[Row]], list[Any]]  # all rows -> for each what names those it counts together with
 
 
 # ---------------------------------------------------------------- is one row right?
@@ -328,7 +334,9 @@ class Benchmark:
 
     ``n``: documents of a complete set (VizWiz: its val rows, or val and test). ``right`` is None where only
     others can score: then ``submit`` makes the file that ``scored_by`` takes. ``needs``: fields of a document
-    beside key and question.
+    beside key, image and question, each with what it must be (`documents.KINDS`); ``truth_of``: (field, its
+    value, what ``gt_answer`` is then). ``together`` says which documents count together;
+    ``also`` has scores that stand beside the original's under names of their own.
     """
 
     dataset: str
@@ -341,7 +349,10 @@ class Benchmark:
     unit: Unit = "percent"
     main: str = "accuracy"
     trials: Trials | None = None  # None: every row is one trial
-    needs: tuple[str, ...] = ("gt_answer",)
+    needs: Mapping[str, Kind] = field(default_factory=lambda: {"gt_answer": "text"})
+    truth_of: tuple[str, str, Kind] | None = None
+    together: Together | None = None
+    also: Mapping[str, Right] = field(default_factory=dict)
     options: str | None = (
         None  # what stands before the lettered options, where they are not in the question already
     )
@@ -356,12 +367,17 @@ def _letters(dataset: str, split: str, n: int, right: Right, **more: Any) -> Ben
     return Benchmark(dataset, split, n, LETTER, 512, right, **more)
 
 
-_GROUPED = {"reduce": by_category(), "unit": "fraction", "needs": ("gt_answer", "category")}
+def _truth(kind: Kind, **more: Kind) -> dict[str, Kind]:
+    return {"gt_answer": kind} | more
+
+
+_GROUPED = {"reduce": by_category(), "unit": "fraction", "needs": _truth("letter", category="text")}
 _CIRCULAR = {
     "reduce": circular, "unit": "fraction", "main": "circular_accuracy", "trials": rotations,
-    "needs": ("gt_answer", "category", "source_id"), "options": " Options:", "hint": "\n",
+    "needs": _truth("bare letter", category="text", source_id="name"), "options": " Options:", "hint": "\n",
+    "together": lambda rows: [row["source_id"] for row in rows],
 }  # fmt: skip
-_OCR = {"reduce": score_ocrbench, "main": "total_accuracy", "needs": ("gt_answer", "category")}
+_OCR = {"reduce": score_ocrbench, "main": "total_accuracy", "needs": _truth("texts", category="text")}
 _RRC = {"right": None, "reduce": None, "main": "", "scored_by": "https://rrc.cvc.uab.es"}
 _VQA = {"right": _soft, "reduce": score_vqa, "trials": answered}
 
@@ -373,19 +389,24 @@ BENCHMARKS: dict[str, Benchmark] = {
     "gqa": Benchmark("lmms-lab/GQA", "testdev_balanced", 12578, WORD, 128, _exact),
     "vizwiz": Benchmark(
         "lmms-lab/VizWiz-VQA", "val", (4319, 12319), UNANSWERABLE, 128, **_VQA,
-        needs=("gt_answer", "category", "image_id"), submit=submission_vizwiz, scored_by="the VizWiz challenge's server (test rows)",
+        needs=_truth("anything", category=("val", "test"), image_id="text"),
+        truth_of=("category", "val", "texts"),
+        submit=submission_vizwiz, scored_by="the VizWiz challenge's server (test rows)",
     ),
     "scienceqa": Benchmark(
         "derek-thomas/ScienceQA", "test", 2017, LETTER_ONLY, 512, _scienceqa, score_scienceqa, "fraction",
-        "multimodal_acc", multimodal, needs=("gt_answer", "text_answer", "category", "type"), options="", hint=" ",
+        "multimodal_acc", multimodal,
+        needs=_truth("bare letter", text_answer="text", category="text", type="flag"),
+        options="", hint=" ",
     ),
     "textvqa": Benchmark(
-        "lmms-lab/textvqa", "validation", 5000, WORD, 512, **_VQA, needs=("gt_answer", "ocr_tokens")
+        "lmms-lab/textvqa", "validation", 5000, WORD, 512, **_VQA, needs=_truth("texts", ocr_tokens="words")
     ),
-    "pope": Benchmark("lmms-lab/POPE", "test", 9000, WORD, 128, _first_word),
+    "pope": Benchmark("lmms-lab/POPE", "test", 9000, WORD, 128, _first_word, needs=_truth("yes or no")),
     "mme": Benchmark(
         "lmms-lab/MME", "test", 2374, WORD, 32, _exact, score_mme, "points", "Perception",
-        needs=("gt_answer", "category"),
+        needs=_truth("yes or no", category=(*MME_PERCEPTION, *MME_COGNITION)),
+        together=lambda rows: [(row["category"], row["picture"]) for row in rows],
     ),
     "mmbench_en": _letters("lmms-lab/MMBench_EN", "dev", 4377, _prediction(first_letter), **_CIRCULAR),
     "mmbench_cn": Benchmark(
@@ -393,52 +414,63 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "seed": _letters(
         "lmms-lab/SEED-Bench", "test", 14233, lettered("."),
-        **_GROUPED | {"reduce": by_category(lambda r: SEED_TYPES[int(r["category"])]), "options": " Options:"},
+        **_GROUPED | {"reduce": by_category(lambda r: SEED_TYPES[int(r["category"])]), "options": " Options:"}
+        | {"needs": _truth("letter", category=(*SEED_TYPES, *map(str, SEED_TYPES)))},
     ),
     "mmvet": Benchmark(
         "lmms-lab/MMVet", "test", 218, "", 128, **_RRC | {"scored_by": "MM-Vet's GPT-4 judge"},
-        needs=("question_id",), submit=submission_mmvet,
+        needs={"question_id": "name"}, submit=submission_mmvet,
     ),
     "mmmu": _letters(
         "lmms-lab/MMMU", "validation", 900, _mmmu,
-        **_GROUPED | {"needs": ("gt_answer", "category", "type")},
-        options=" Options:", suffix_of=("open", WORD),
+        **_GROUPED | {"needs": _truth("text", category="text", type=("multiple-choice", "open"))},
+        truth_of=("type", "multiple-choice", "bare letter"), options=" Options:", suffix_of=("open", WORD),
     ),
     "mathvista": Benchmark(
         "AI4Math/MathVista", "testmini", 1000, WORD, 512, _mathvista,
-        **_GROUPED | {"needs": ("gt_answer", "category", "type")}, suffix_of=("multi_choice", REASONING),
+        **_GROUPED | {"needs": _truth("text", category="text", type=("multi_choice", "free_form"))},
+        truth_of=("type", "multi_choice", "bare letter"), suffix_of=("multi_choice", REASONING),
     ),
-    "ai2d": _letters("lmms-lab/ai2d", "test", 3088, _ai2d, options=""),
-    "chartqa": Benchmark("lmms-lab/ChartQA", "test", 2500, NUMBER, 128, _chartqa),
+    "ai2d": _letters("lmms-lab/ai2d", "test", 3088, _ai2d, options="", needs=_truth("option")),
+    "chartqa": Benchmark(
+        "lmms-lab/ChartQA", "test", 2500, NUMBER, 128, _chartqa,
+        also={"relaxed": lambda row: relaxed(row["answer"], row["gt_answer"])},
+    ),
     "docvqa": Benchmark(
-        "lmms-lab/DocVQA", "test", 5188, SHORT, 128, **_RRC, needs=("questionId",), submit=submission("questionId", int)
+        "lmms-lab/DocVQA", "test", 5188, SHORT, 128, **_RRC, needs={"questionId": "digits"},
+        submit=submission("questionId", int)
     ),
     "infovqa": Benchmark(
-        "lmms-lab/DocVQA", "test", 3288, WORD, 128, **_RRC, needs=("questionId",), submit=submission("questionId", int)
+        "lmms-lab/DocVQA", "test", 3288, WORD, 128, **_RRC, needs={"questionId": "digits"},
+        submit=submission("questionId", int)
     ),
     "stvqa": Benchmark(
-        "lmms-lab/ST-VQA", "test", 4070, WORD, 128, **_RRC, needs=("question_id",), submit=submission("question_id", int)
+        "lmms-lab/ST-VQA", "test", 4070, WORD, 128, **_RRC, needs={"question_id": "digits"},
+        submit=submission("question_id", int)
     ),
     "ocrbench": Benchmark("echo840/OCRBench", "test", 1000, SHORT, 512, _ocr(exact=False), **_OCR),
     "ocrbench_exact": Benchmark("echo840/OCRBench", "test", 1000, SHORT, 512, _ocr(exact=True), **_OCR),
-    "mmstar": Benchmark("Lin-Chen/MMStar", "val", 1500, LETTER_ONLY, 128, _first_word),
+    "mmstar": Benchmark(
+        "Lin-Chen/MMStar", "val", 1500, LETTER_ONLY, 128, _first_word, needs=_truth("bare letter")
+    ),
     "realworldqa": Benchmark("lmms-lab/RealWorldQA", "test", 765, "", 512, _realworldqa),
     "qbench": Benchmark(
         "teowu/LLVisionQA-QBench", "dev", 1495, LETTER_ONLY, 32, _before_period,
         by_category(lambda r: QBENCH_TYPES[str(r["type"])]), "fraction",
-        needs=("gt_answer", "type"), options=" Options:",
+        needs=_truth("bare letter", type=(*QBENCH_TYPES, *map(int, QBENCH_TYPES))), options=" Options:",
     ),
     "blink": Benchmark("BLINK-Benchmark/BLINK", "val", 793, LETTER_ONLY, 32, _before_period_word, **_GROUPED),
     "mmvp": _letters(
         "MMVP/MMVP", "test", 300, _mmvp, reduce=score_mmvp, trials=pairs,
-        needs=("gt_answer", "text_options"), options=" Options:",
+        needs=_truth("letter", text_options="two texts"), options=" Options:",
+        together=lambda rows: [place // 2 for place in range(len(rows))],
     ),
-    "vstar": Benchmark("craigwu/vstar_bench", "test", 191, "", 32, lettered(".")),
+    "vstar": Benchmark("craigwu/vstar_bench", "test", 191, "", 32, lettered("."), needs=_truth("letter")),
     "ade": _letters("SaiCharithaAkula21/benchmark_ade_manual", "train", 633, lettered("."), **_GROUPED),
     "coco": _letters("SaiCharithaAkula21/benchmark_coco_filtered", "train", 805, lettered("."), **_GROUPED),
     "omni": _letters(
         "nyu-visionx/CV-Bench", "test, 3D", 1200, _omni,
-        **_GROUPED | {"needs": ("gt_answer", "category", "options")},
+        **_GROUPED | {"needs": _truth("letter", category="text", options="options")},
     ),
     "synthdog": Benchmark(
         "naver-clova-ix/synthdog-en", "validation", 500, "", 128, _transcribed, score_synthdog,
