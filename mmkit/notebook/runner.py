@@ -68,7 +68,7 @@ def run_notebook(
     executed.parent.mkdir(parents=True, exist_ok=True)
     inject(book, values)
     started = time.monotonic()
-    code, message = _execute(book, path, executed, kernel, autosave, timeout, stream or sys.stdout)
+    code, message = _execute(book, path, executed, values, kernel, autosave, timeout, stream or sys.stdout)
     return Outcome(code, executed, time.monotonic() - started, message)
 
 
@@ -165,6 +165,7 @@ def _execute(
     book: Any,
     path: Path,
     executed: Path,
+    values: dict[str, Any],
     kernel: str,
     autosave: int,
     timeout: int | None,
