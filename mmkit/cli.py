@@ -20,7 +20,7 @@ from mmkit.config import STAGES, ConfigError, DataConfig, FilterRule, RunConfig,
 from mmkit.foreign_names import ours
 from mmkit.launch.launch import ERROR_PREFIX, tell
 from mmkit.listing import EXAMPLES, LISTS
-from mmkit.notebook.parameters import quiet
+from mmkit.notebook.parameters import parameter_pair, quiet
 from mmkit.presets import read_mapping
 from mmkit.run_options import add_machine, add_run_options, run_of, start_at_root, target_options
 from mmkit.storage import is_remote
@@ -80,11 +80,28 @@ def _refuse(words: list[str], options: Iterable[str]) -> None:
 class Parser(argparse.ArgumentParser):
     """A parser, and one of each command, that takes options by their whole name only.
 
-    argparse would read ``--lim`` as ``--limit``, so a script's meaning would change with each option that is added.
+    argparse would read ``--lim`` as ``--limit``, so a script's meaning would change with each option that is
+    added. It would also take the value of ``-p lr -1e-5`` for an option; after one of ``pairs`` stand a name
+    and a value whatever they begin with, or NAME=VALUE.
     """
+
+    pairs: tuple[str, ...] = ()
 
     def __init__(self, **settings: Any):
         super().__init__(allow_abbrev=False, **settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse's, which sees each of `pairs` with its two words as one, behind the others."""
+        out, joined, rest = [], [], list(sys.argv[1:] if args is None else args)
+        while rest:
+            word = rest.pop(0)
+            if word in self.pairs and rest:
+                pair = rest.pop(0)
+                pair = pair if "=" in pair or not rest else f"{pair}={rest.pop(0)}"
+                joined.append(f"{self.pairs[-1]}={pair}")
+            else:
+                out.append(word)
+        return super().parse_known_args([*out, *joined], namespace)
 
 
 def build_parser() -> Parser:
@@ -218,7 +235,9 @@ def _add_notebook(commands: Any) -> None:
     run = _command(kinds, "run", _notebook_run, "Execute one notebook. Exit code: 0 done, 2 wrong input, 3 error in a cell, 4 kernel died.")
     run.add_argument("notebook", help="path, or a name of notebooks/ such as 03_finetune")
     run.add_argument("output", nargs="?", help="executed copy (default: runs/notebooks/)")
-    run.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="a parameter")
+    run.pairs = ("-p", "--parameter")
+    pair = {"type": parameter_pair, "metavar": "NAME VALUE", "help": "a parameter, as for papermill; or -p NAME=VALUE"}
+    run.add_argument("-p", "--parameter", action="append", default=[], **pair)
     run.add_argument("-f", "--parameters", metavar="FILE", help="parameters as YAML or JSON")
     run.add_argument("--autosave", type=int, default=10, metavar="S", help="save the notebook every S seconds while a cell prints")
     run.add_argument("--timeout", type=int, metavar="S", help="longest time of one cell")

@@ -101,10 +101,7 @@ class VlmConfig(Settings):
     image_fit: Literal["pad", "square", "stretch"] = "pad"  # letter-box, centre crop, resize without keeping aspect
     crop_padding: bool = False  # True drops padded grid cells from the sequence, False keeps them masked (fixed shapes)
 
-    @model_validator(mode="after")
-    def _consistent(self):
-        rules.check_vlm(self)
-        return self
+    _consistent = model_validator(mode="after")(rules.check_vlm)
 
     @property
     def grid_side(self) -> int:
@@ -263,6 +260,7 @@ class TrainConfig(Settings):
 
     trainable: tuple[Component, ...] = ("connector", "samplers")  # components with all their weights trained
     lora: LoraConfig | None = None  # adapters; None = none, {} = with the values below
+    new_tokens: Literal["all", "rows"] = "all"  # rows: of embedding and head those of added tokens alone
     bits: Annotated[Literal[4, 8, 16], Digits] = 16  # storage of frozen language-model weights
     optimizer: OptimizerConfig = OptimizerConfig()  # AdamW and its schedule
     precision: Precision = "bf16"  # of computing; trained weights are kept in fp32

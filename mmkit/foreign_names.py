@@ -188,6 +188,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "lora_bias": ("train.lora", "biases are not trained (none)"),
     "lora_weight_path": ("start_from", "a run folder or export with adapters; peft's own folders are read by `mmkit convert`"),
     "lora_target_modules": ("train.lora.targets", "patterns of full names, as ['q_proj$', 'v_proj$']; empty: all linear layers"),
+    "trainable_token_indices": ("train.new_tokens", "rows: those of the tokens that the run adds"),
     "target_modules": ("train.lora.targets", "patterns of full names, as ['q_proj$', 'v_proj$']; empty: all linear layers"),
     "lora_target": ("train.lora.targets", "patterns of full names, as ['q_proj$', 'v_proj$']; empty: all linear layers"),
     "load_in_4bit": ("train.bits", "4"),

@@ -64,8 +64,8 @@ def check_name(setting: str, name: str, source: str) -> None:
         )
 
 
-def check_vlm(model: VlmConfig) -> None:
-    """ValueError where the parts of a vision-language model do not fit together."""
+def check_vlm(model: VlmConfig) -> VlmConfig:
+    """``model``; ValueError where the parts of a vision-language model do not fit together."""
     sides = [encoder.side for encoder in model.encoders]
     connector = model.connector
     if connector.kind == "sva":
@@ -78,6 +78,7 @@ def check_vlm(model: VlmConfig) -> None:
         raise ValueError(f"connector {connector.kind!r} joins encoders on channels: their sides {sides} must be equal")
     if model.samplers and connector.kind != "sva":
         raise ValueError(f"samplers need connector.kind 'sva', not {connector.kind!r}")
+    return model
 
 
 def check_read(run: RunConfig, paths: Iterable[tuple[str, ...]], source: str) -> None:

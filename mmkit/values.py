@@ -73,6 +73,10 @@ class Settings(BaseModel):
 
     __str__ = __repr__
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; peft asks the config of the model it adapts for them by this name."""
+        return self.model_dump(mode="json")
+
     def _repr_html_(self) -> str:
         every = html.escape(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
         return f"<pre>{html.escape(str(self))}</pre><details><summary>all settings</summary><pre>{every}</pre></details>"

@@ -275,6 +275,19 @@ def test_shards_are_checked_by_captions_name_rules_and_decoded_pictures(pairs, c
     assert cli.main(["data", "shards", "broken", *words]) == 2 and "2 undecodable image" in capsys.readouterr().out
 
 
+def test_a_notebooks_parameters_take_any_value_as_papermill_does(monkeypatch):
+    from mmkit.notebook import runner
+
+    seen = []
+    monkeypatch.setattr(runner, "run_notebook", lambda *args, **more: seen.append(args[2]) or runner.Outcome(0, Path("x"), 0.0))
+    words = ["-p", "f", "-1e-5", "-p", "s=--flag", "--parameter", "t", "--flag=2", "-p", "k", "None", "-p", "d", '{1: "a=b"}', "-p", "e", ""]
+    assert cli.main(["notebook", "run", "03_finetune", *words, "out.ipynb"]) == 0
+    assert seen == [{"f": "-1e-5", "s": "--flag", "t": "--flag=2", "k": "None", "d": '{1: "a=b"}', "e": ""}]
+    for wrong in (["-p"], ["-p", "f"], ["-p", "=3"]):
+        with pytest.raises(SystemExit):
+            cli.main(["notebook", "run", "03_finetune", *wrong])
+
+
 def test_parameters_of_a_notebook_may_come_from_a_file(tmp_path):
     path = tmp_path / "values.yaml"
     path.write_text("model: 13b\nlr: 1e-4\nsettings: {train.global_batch: 64}\n")

@@ -80,11 +80,15 @@ def check_regions(example: Example, numbers: Iterable[int], sizes: Sequence[tupl
         box, place = region.box, region.image
         if fault := box.fault(region.kind == "point"):
             raise ImageError(f"a box {fault}", "box")
-        if place < len(sizes) and box.frame.name == "pixels" and (box.frame.width, box.frame.height) != tuple(sizes[place]):
-            width, height = sizes[place]
+        if place >= len(sizes) or box.frame.name != "pixels":
+            continue
+        (width, height), frame = sizes[place], box.frame
+        # one that was only made smaller or larger, to whole pixels, holds the same box at the same share of its sides
+        if abs(frame.width * height - frame.height * width) > frame.width + frame.height:
             raise ImageError(
-                f"its boxes are in pixels of a {box.frame.width:g}x{box.frame.height:g} picture, as image_w and image_h say, but its "
-                f"picture {example.images[place].told} has {width}x{height}; give the boxes of this one, or the right picture",
+                f"its boxes are in pixels of a {frame.width:g}x{frame.height:g} picture, as image_w and image_h say, but its "
+                f"picture {example.images[place].told} has {width}x{height}, which is another shape; give the boxes of this "
+                "one, or the right picture",
                 "picture size",
             )
     for region in (example.regions[number] for number in numbers):

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jinja2 import TemplateError
+
 from mmkit.data.example import IMAGE, Turn
 from mmkit.errors import InputError
 
@@ -125,16 +127,35 @@ def render(template: Template, turns: Sequence[Turn], generate: bool = False, eo
 
 
 def render_with_tokenizer(tokenizer, turns: Sequence[Turn], generate: bool = False) -> Rendered:
-    """The conversation in the tokenizer's own chat template; spans run from the generation prompt to the end-of-turn token."""
+    """The conversation in the tokenizer's own chat template; spans run from the generation prompt to the
+    end-of-turn token.
+
+    InputError for a conversation that the template refuses (a system role, say), in the template's words, or
+    of which it leaves text out.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"template 'tokenizer' needs a chat template, but {type(tokenizer).__name__} has none; name one of {', '.join(TEMPLATES)}")
     split_system(turns)
     messages = [{"role": turn.role, "content": turn.text} for turn in turns]
 
     def text_of(count: int, add: bool) -> str:
-        return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=add)
+        try:
+            return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=add)
+        # the template's own raise_exception, or what becomes of a message that it was not written for
+        except (TemplateError, TypeError, KeyError) as error:
+            said = f"{str(error).strip() or type(error).__name__}{_system_hint(turns)}"
+            raise InputError(f"the tokenizer's chat template refuses this conversation: {said}") from None
 
-    text = text_of(len(messages), generate)
+    text, place = text_of(len(messages), generate), 0
+    for number, turn in enumerate(turns):
+        found = text.find(turn.text.strip(), place)
+        if found < 0:
+            raise InputError(
+                f"the tokenizer's chat template leaves out text of the {turn.role} turn {number + 1}: "
+                + repr(turn.text.strip()[:40])
+                + (_system_hint(turns) if turn.role == "system" else "; name another template")
+            )
+        place = found + len(turn.text.strip())
     spans = []
     for number, turn in enumerate(turns):
         if turn.role != "assistant" or not turn.trained:
@@ -145,6 +166,12 @@ def render_with_tokenizer(tokenizer, turns: Sequence[Turn], generate: bool = Fal
         tail = after[len(before) :].rpartition(turn.text.strip())[2] if turn.text.strip() else after[len(before) :]
         spans.append((len(before), len(after) - (len(tail) - len(tail.rstrip()))))
     return Rendered(text, tuple(spans))
+
+
+def _system_hint(turns: Sequence[Turn]) -> str:
+    """What to do where a template has no place for a system text."""
+    hint = "; put the system text into the first question, or name another template (model.template)"
+    return hint if turns and turns[0].role == "system" else ""
 
 
 def split_system(turns: Sequence[Turn]) -> tuple[str | None, Sequence[Turn]]:

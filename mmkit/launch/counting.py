@@ -37,7 +37,7 @@ def spelt_out(run: RunConfig) -> RunConfig:
 def count(run: RunConfig) -> tuple[Part, ...]:
     """Parameters by component of the full-size model of ``run``, and what trains of them: found by training's own rules."""
     lora = run.train.lora.model_dump_json() if run.train.lora else ""
-    key = (MODEL.dump_json(run.model), run.stage == "eval", run.train.trainable, lora)
+    key = (MODEL.dump_json(run.model), run.stage == "eval", run.train.trainable, run.train.new_tokens, lora)
     if key not in _COUNTED:
         _COUNTED[key] = _count(run)
     return _COUNTED[key]
@@ -48,6 +48,7 @@ _COUNTED: dict[tuple, tuple[Part, ...]] = {}  # a few numbers a model
 
 def _count(run: RunConfig) -> tuple[Part, ...]:
     from mmkit.models.hollow import cast_at_use
+    from mmkit.models.vocabulary import tables_of
     from mmkit.training import adapters, weights
     from mmkit.training.optim import component_of
 
@@ -64,4 +65,7 @@ def _count(run: RunConfig) -> tuple[Part, ...]:
         layers = adapters.targets_of(module, train.lora, components, getattr(module, "head", None))
         whole = tuple(f"{name}." for name in adapters.modules_to_save(module, train.lora.modules_to_save, layers))
         trained |= {name for name, _ in named if name.startswith(whole)}
+    if train.new_tokens == "rows":  # how many rows train is read with the weights; beside the rest they are few
+        tables = tuple(f"{name}." for name in tables_of(module))
+        trained = {name for name in trained if not name.startswith(tables)}
     return count_parts(module, components, trained, set(layers), train.lora)

@@ -36,6 +36,7 @@ class Preflight:
     plan: Plan
     sources: tuple[dict[str, Any], ...] = ()  # one row a data source
     adapters: tuple[dict[str, Any], ...] = ()  # one row a kind of layer that gets an adapter
+    added: tuple[dict[str, Any], ...] = ()  # one row a table of the vocabulary to which tokens are added
     shapes: tuple[dict[str, Any], ...] = ()  # of a dry run: what one micro-batch looks like on its way through the model
     missing: tuple[Requirement, ...] = ()  # weights and data that are not here
     disk: tuple[dict[str, Any], ...] = ()  # one row a thing that the run writes or fetches
@@ -57,18 +58,21 @@ class Preflight:
 
     def _tables(self) -> list[tuple[str, list[dict[str, Any]]]]:
         found = {"chosen for the machine": self.choice.rows}
-        found |= {"parameters and memory of one device": self.rows(), "adapters": self.adapters, "data": self.sources, "shapes": self.shapes}
+        found |= {"parameters and memory of one device": self.rows(), "adapters": self.adapters}
+        found |= {"added tokens": self.added, "data": self.sources, "shapes": self.shapes}
         found |= {"missing here": [need.row() for need in self.missing], "disk": self.disk}
         found |= {"what of the records is not read": [{"source and what": note} for note in self.notes]}
         return [(caption, list(rows)) for caption, rows in found.items() if rows]
 
     def at_start(self) -> str:
-        """What is worth saying as training begins: what is missing (weights come from the hub now), the adapters, and what of the
-        records is not read."""
+        """What is worth saying as training begins: what is missing (weights come from the hub now), the
+        adapters, the tokens that are added to the vocabulary, and what of the records is not read."""
         from mmkit.launch.requirements import told
         from mmkit.notebook.tables import text
 
-        tables = (str(self.choice), told(self.missing), self.adapters and f"adapters\n{text(self.adapters)}", "\n".join(self.notes))
+        tables = [str(self.choice), told(self.missing)]
+        named = (("adapters", self.adapters), ("added tokens", self.added))
+        tables += [*(f"{name}\n{text(rows)}" for name, rows in named if rows), "\n".join(self.notes)]
         return "".join(f"{table}\n" for table in tables if table)
 
     def _repr_html_(self) -> str:
@@ -110,6 +114,8 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
         plan.check()
     check_start(run)
     needs = missing(run)
+    adds = trains and run.model.kind == "vlm" and all(need.kind == "data" for need in needs)  # its source is here
+    added = weights.added_rows(module, run)[1] if adds else ()
     try:
         sources, samples = data_rows(run)
     except ConfigError as error:  # the first fault of one source; with what else is missing the user comes back once
@@ -119,7 +125,10 @@ def preflight(run: RunConfig, machine: Machine | None = None) -> Preflight:
     if not run.dry_run:
         check_disk(plan)
     shapes = check_shapes(run, module) if run.dry_run and run.model.kind == "vlm" else ()
-    return Preflight(choice, plan, tuple(sources), tuple(adapters), tuple(shapes), needs, tuple(disk_rows(plan, needs)), data_notes(run))
+    return Preflight(
+        choice, plan, tuple(sources), tuple(adapters), tuple(added), tuple(shapes), needs,
+        tuple(disk_rows(plan, needs)), data_notes(run),
+    )  # fmt: skip
 
 
 def check_start(run: RunConfig) -> None:

@@ -111,7 +111,7 @@ def tokenizer(config: ModelConfig, folder: str | Path | None = None):
 
         return clip_tokenizer(config)
     source = str(folder) if folder else config.language.tokenizer or config.language.source
-    out = _tokenizer_from(source)
+    out = source_tokenizer(source)
     if config.regions and config.regions.token not in out.get_vocab():
         out.add_tokens([config.regions.token], special_tokens=True)
     if out.pad_token is None:
@@ -126,7 +126,9 @@ def tokenizer(config: ModelConfig, folder: str | Path | None = None):
     return out
 
 
-def _tokenizer_from(source: str) -> PreTrainedTokenizerBase:
+def source_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``source`` (pack, folder, URL, hub repository or ``bytes``) as it is; ConfigError
+    where there is no fast one."""
     from transformers import AutoTokenizer
 
     if source == "random":

@@ -83,7 +83,8 @@ def stream(
     without either it is the language model's pad token at the ends of a row, and InputError where it has none. ``stop`` adds to the
     model's own end tokens. ``backend`` is where the model was put, and its precision; without one it is used where it is, as it is.
     """
-    batch = with_mask(batch, text_config(model.language).pad_token_id)
+    tokens = text_config(model.language)
+    batch = with_mask(batch, tokens.pad_token_id, tokens.bos_token_id)
     check_batch(model.config, batch)  # before it goes to a device, which would have to be asked for every value
     ends = torch.tensor(sorted({*stop, *end_tokens(model)}), dtype=torch.long)
     training = model.training
@@ -159,20 +160,27 @@ def choose(logits: Tensor, sampling: Sampling) -> Tensor:
     return order.gather(-1, drawn)[:, 0]
 
 
-def with_mask(batch: Mapping[str, Tensor], pad: int | None) -> Mapping[str, Tensor]:
+def with_mask(batch: Mapping[str, Tensor], pad: int | None, bos: int | None = None) -> Mapping[str, Tensor]:
     """The batch with a mask: given, or made from runs of the pad token at either end of a row.
 
-    InputError for several rows without either: one of them may be padded, with what only the caller knows.
+    InputError for several rows without either: one of them may be padded, with what only the caller knows. So
+    it is for a row that begins with a token that is both padding and the beginning of a text (``bos``).
     """
     rows = len(batch["input_ids"])
-    if "segments" in batch or "attention_mask" in batch or (pad is None and rows == 1):
+    no_pad = pad is None or pad < 0  # the first Llamas say -1 where they have none
+    if "segments" in batch or "attention_mask" in batch or (no_pad and rows == 1):
         return batch
-    if pad is None:
+    if no_pad:
         raise InputError(
-            f"{rows} prompts have no mask, and the language model's pad_token_id is None, so padding would be read as text; "
-            "give attention_mask (1 = real, 0 = padding), or one prompt at a time"
+            f"{rows} prompts have no mask, and the language model's pad_token_id is {pad}, so padding would be read "
+            "as text; give attention_mask (1 = real, 0 = padding), or one prompt at a time"
         )
     text = batch["input_ids"] != pad
+    if pad == bos and not text[:, 0].all():
+        raise InputError(
+            f"a prompt begins with token {pad}, which is the language model's padding and its beginning of a text: "
+            "give attention_mask (1 = real, 0 = padding)"
+        )
     real = (text.long().cumsum(1) > 0) & (text.flip(1).long().cumsum(1).flip(1) > 0)
     return {**batch, "attention_mask": real.long()}
 

@@ -33,6 +33,7 @@ from mmkit.models.convert import files, llava
 from mmkit.models.hollow import Stored, allocate, base_name, digest_of, same_tensor, without_memory
 from mmkit.models.language import hf_config
 from mmkit.models.merging import LOSS_LIMIT, Merging
+from mmkit.models.vocabulary import ROWS, carried_by_adapter, folded
 from mmkit.storage import fetched, is_remote
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,8 @@ def save_pretrained(
         sources = {} if isinstance(config, ClipConfig) else _source_hashes(model, config)
         references: dict[str, dict[str, Any]] = {}
         adapters: dict[str, Tensor] = {}
-        written = files.write(_stored(stream, sources, references, adapters), work)
+        carried = carried_by_adapter(model)
+        written = files.write(_stored(folded(model, stream), sources, references, adapters, carried), work)
         _check_files(work, written)
         _write_config(work, config, references)
         if adapters:
@@ -91,12 +93,19 @@ def _untied(model: nn.Module) -> Stream:
             yield name, tensor
 
 
-def _stored(stream: Iterable[tuple[str, Tensor]], sources: dict[str, _Source], references: dict, adapters: dict[str, Tensor]) -> Stream:
-    """What goes into the weight files; the rest is put into ``references`` and ``adapters`` as it passes."""
+def _stored(
+    stream: Iterable[tuple[str, Tensor]], sources: dict[str, _Source], references: dict,
+    adapters: dict[str, Tensor], carried: dict[str, list[tuple[str, list[int] | None]]],
+) -> Stream:  # fmt: skip
+    """What goes into the weight files; the rest is put into ``references`` and ``adapters`` as it passes.
+    ``adapters`` gets by peft's names what stands in ``carried`` (`carried_by_adapter`) too: without it the
+    adapter's folder would not do alone."""
     for name, tensor in stream:
         if ".lora_" in name:
-            adapters[name] = tensor.detach().cpu().clone()
+            adapters[name.replace(".default.", ".")] = tensor.detach().cpu().clone()
             continue
+        for file, ids in carried.get(base_name(name), ()):
+            adapters[file] = tensor[ids].cpu() if ids else tensor.detach().cpu().clone()
         if _QUANTISATION.search(name):
             continue
         name = base_name(name)
@@ -128,7 +137,8 @@ def _source_hashes(model: nn.Module, config: VlmConfig) -> dict[str, _Source]:
     out = {}
     for unit, source in units_of(config).items():
         part = model.get_submodule(unit)
-        if source is None or any(p.requires_grad for name, p in part.named_parameters() if ".lora_" not in name):
+        trained = [name for name, p in part.named_parameters() if p.requires_grad]
+        if source is None or not all(".lora_" in name or name.endswith(f".{ROWS}") for name in trained):
             continue
         state = {f"{unit}.{base_name(name)}": tensor.dtype for name, tensor in part.state_dict().items()}
         if torch.uint8 in state.values() or torch.int8 in state.values():
@@ -185,10 +195,10 @@ def _write_adapter(model: nn.Module, folder: Path, adapters: dict[str, Tensor]) 
     config = model.peft_config["default"].to_dict()
     config = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()} | {"peft_version": peft.__version__}
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf8")
-    renamed = {"base_model.model." + name.replace(".default.", "."): tensor for name, tensor in adapters.items()}
+    renamed = {"base_model.model." + name: tensor for name, tensor in adapters.items()}
     files.write(iter(renamed.items()), folder, "adapter_model")
     _check_files(folder, list(renamed))
-    llava.adapter_halves(folder)
+    llava.read_adapter(folder)
 
 
 def lora_config(stored: dict[str, Any], source: str):
@@ -213,9 +223,15 @@ def _inject_adapter(model: nn.Module, folder: Path) -> None:
     import peft
 
     stored = json.loads((folder / "adapter_config.json").read_text(encoding="utf8"))
-    peft.inject_adapter_in_model(lora_config(stored, str(folder)), model, "default")
+    # what it carries of the model's own tensors (rows of added tokens, modules trained whole) is in the
+    # model's files, and so in its place
+    config, carried = lora_config(stored, str(folder)), ("modules_to_save", "trainable_token_indices")
+    peft.inject_adapter_in_model(dataclasses.replace(config, **dict.fromkeys(carried)), model, "default")
+    for name in carried:
+        setattr(model.peft_config["default"], name, getattr(config, name))
     wanted = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
-    stream = ((_injected_name(name), tensor) for name, tensor in files.tensors(folder / "adapter_model.safetensors"))
+    tensors = files.tensors(folder / "adapter_model.safetensors")
+    stream = ((_injected_name(name), tensor) for name, tensor in tensors if ".lora_" in name)
     left = set(wanted)
     for name, tensor in stream:
         if name not in wanted or wanted[name].shape != tensor.shape:
@@ -307,7 +323,7 @@ def stored_tensors(
 
 def _merged(found: dict[str, Stored], folder: Path, dtype: torch.dtype, limit: float) -> dict[str, Stored]:
     """The adapted weights of an export with its adapter in them; each is computed when it is read."""
-    halves = llava.adapter_halves(folder / "adapter")
+    halves = llava.read_adapter(folder / "adapter").halves
     if left := sorted(layer for layer in halves if f"{layer}.weight" not in found):
         raise InputError(f"{folder}: {len(left)} adapted layers have no weight in the base: {', '.join(left)}")
     merging = Merging(halves, llava.adapter_config(folder / "adapter"), str(folder), dtype, limit)

@@ -7,11 +7,13 @@ by its declared type, refuses unknown names with the nearest right one, and retu
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import logging
 import os
 import re
+import typing
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,9 @@ from mmkit.values import explain, hint, kinds_of, literal, shortened
 
 MAGIC = re.compile(r"(?m)^\s*[%!].*$")
 INJECTED = "# Parameters"  # first line of the cell papermill adds
-TYPES = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict, "tuple": tuple}
+TYPES = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, tuple, set)}
+TYPING = ("Any", "Literal", "Optional", "Union", "List", "Dict", "Tuple")
+TYPES |= {name: getattr(typing, name) for name in TYPING}
 BACKENDS: dict[str, dict[str, Any]] = {  # what `backend` may say, in settings
     "auto": {"backend.kind": "auto"},
     "single": {"backend.kind": "single"},
@@ -53,7 +57,14 @@ class Parameter:
         """The declared type as an object pydantic understands; without a declaration that of the default."""
         if not self.type_text:
             return type(self.default) if self.default is not None else object
-        return eval(self.type_text, {"__builtins__": {}}, dict(TYPES))  # noqa: S307 - only the names of TYPES exist there
+        kind: Any = self.type_text
+        try:
+            while isinstance(kind, str):  # the type may be quoted: "int | None"
+                kind = eval(kind, {"__builtins__": {}}, dict(TYPES))  # noqa: S307 - only the names of TYPES exist there
+        except (NameError, SyntaxError, TypeError) as error:
+            told = f"{self.type_text}: {error}; types are made of {', '.join(TYPES)}"
+            raise ConfigError(f"parameter {self.name!r} is of type {told}") from None
+        return kind
 
 
 def declared(source: str) -> dict[str, Parameter]:
@@ -79,7 +90,8 @@ def convert(parameter: Parameter, value: Any, source: str) -> Any:
     """``value`` as the declared type; text spells any type, but a number never silently becomes a text."""
     want = parameter.type
     if isinstance(value, str) and want is not str:
-        value = literal(value)
+        none = type(None) in kinds_of(want) and value.strip() in ("None", "none", "null")
+        value = None if none else literal(value)
     if hasattr(value, "item") and not isinstance(value, str):  # a numpy scalar
         value = value.item()
     if isinstance(value, Path):
@@ -90,8 +102,16 @@ def convert(parameter: Parameter, value: Any, source: str) -> Any:
         why = explain(error.errors()[0], kinds_of(want), parameter.name)
         if want is str and isinstance(value, (int, float)):
             why += f"; a number where a text belongs: quote it (papermill: -r {parameter.name} TEXT keeps text as typed)"
-        kind = parameter.type_text or want.__name__
+        kind = parameter.type_text or getattr(want, "__name__", want)
         raise ConfigError(f"{parameter.name} = {value!r} (from {source}) is not of type {kind}: {why}") from None
+
+
+def parameter_pair(text: str) -> tuple[str, str]:
+    """(name, value) of ``NAME=VALUE``, as the command line has a parameter."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} has no value; write -p NAME VALUE or -p NAME=VALUE")
+    return name, value
 
 
 def check(values: dict[str, Any], known: dict[str, Parameter], source: str, settings: bool = True) -> dict[str, Any]:

@@ -8,7 +8,9 @@ cells run, and ends every process that the kernel left behind.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -21,7 +23,7 @@ import psutil
 
 from mmkit.config import ConfigError
 from mmkit.launch.launch import LaunchError
-from mmkit.notebook.parameters import check, of_notebook, workspace
+from mmkit.notebook.parameters import INJECTED, check, of_notebook, workspace
 
 OK, USER_ERROR, NOTEBOOK_ERROR, KERNEL_DIED = 0, 2, 3, 4
 MARK = "MMKIT_NOTEBOOK_RUN"  # environment variable that every process of one run carries
@@ -64,6 +66,7 @@ def run_notebook(
     kernel = kernel_of(book, path.name)
     executed = Path(executed) if executed else default_output(path, values)
     executed.parent.mkdir(parents=True, exist_ok=True)
+    inject(book, values)
     started = time.monotonic()
     code, message = _execute(book, path, executed, values, kernel, autosave, timeout, stream or sys.stdout)
     return Outcome(code, executed, time.monotonic() - started, message)
@@ -89,6 +92,40 @@ def kernel_of(book: Any, name: str) -> str:
     own = f"it runs on this environment's own ({sys.executable})"
     log.warning("kernel %r of %s is not installed; %s", wanted, name, own)
     return NATIVE_KERNEL_NAME
+
+
+def inject(book: Any, values: dict[str, Any]) -> None:
+    """Puts the cell that assigns ``values`` behind the parameters cell, as papermill does, in place of one
+    that an earlier run left.
+
+    papermill writes the keys of mappings as text only, and calls each parameter unknown whose default it
+    cannot parse ("a=b").
+    """
+    import nbformat
+
+    if not values:
+        return
+    lines = [INJECTED, *(f"{name} = {as_code(value)}" for name, value in values.items())]
+    cell = nbformat.v4.new_code_cell("\n".join(lines), metadata={"tags": ["injected-parameters"]})
+    tags = [each.metadata.get("tags", ()) for each in book.cells]
+    place = next((i for i, found in enumerate(tags) if "injected-parameters" in found), None)
+    if place is None:
+        book.cells.insert(1 + next(i for i, found in enumerate(tags) if "parameters" in found), cell)
+    else:
+        book.cells[place] = cell
+
+
+def as_code(value: Any) -> str:
+    """``value`` as an expression of Python; numbers that are not finite, which have no literal, through
+    ``float``."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float('{value}')"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{as_code(key)}: {as_code(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        inside = ", ".join(map(as_code, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside},)" if value else "()"
+    return repr(value)
 
 
 class _Shown:
@@ -152,7 +189,7 @@ def _execute(
     os.environ.update(environment)
     try:
         papermill.execute_notebook(
-            str(marked), str(executed), values, progress_bar=False, cwd=str(workspace()),
+            str(marked), str(executed), progress_bar=False, cwd=str(workspace()),
             autosave_cell_every=autosave, execution_timeout=timeout, kernel_name=kernel, language="python",
             stdout_file=_Shown(stream, token), stderr_file=_Shown(stream, token),
             # socket files in a folder only this user can open, not ports, nor files beside the notebook
@@ -173,10 +210,12 @@ def _execute(
         folder.cleanup()
         _restore(before)
         _end_processes(token)
-    return _judge(path, executed, token, code, message)
+    return _judge(path, executed, values, token, code, message)
 
 
-def _judge(path: Path, executed: Path, token: str, code: int, message: str) -> tuple[int, str]:
+def _judge(
+    path: Path, executed: Path, values: dict[str, Any], token: str, code: int, message: str
+) -> tuple[int, str]:
     """Takes the end mark out of the saved notebook; without its output a run that looked fine is an error after all."""
     import nbformat
 
@@ -186,7 +225,8 @@ def _judge(path: Path, executed: Path, token: str, code: int, message: str) -> t
     if code == OK and not reached:
         code, message = NOTEBOOK_ERROR, f"cell {_shown_cell(executed)} stopped the notebook without an error of its own"
     book.cells = [cell for cell in book.cells if cell not in endings]
-    book.metadata["papermill"]["input_path"] = path.name
+    shown = json.loads(json.dumps(values, default=str))
+    book.metadata["papermill"] |= {"input_path": path.name, "parameters": shown}
     book.metadata["mmkit"] = {"code": code, "message": message}
     nbformat.write(book, executed)
     return code, message

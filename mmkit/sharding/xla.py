@@ -107,6 +107,18 @@ class XlaBackend(HostTalk, SingleBackend):
             module, factory, train=train, rules=rules, blocks=blocks, accumulation=accumulation, prefix=prefix, weights=weights
         )
 
+    def _place(self, module: nn.Module, weights: Callable[[str], Tensor] | None) -> None:
+        """Parameters that modules share stay one: torch makes a new one for each of their places on this
+        device."""
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for part in module.modules():
+            for key, p in part._parameters.items():
+                places.setdefault(id(p), []).append((part, key))
+        super()._place(module, weights)
+        for (first, name), *others in places.values():
+            for part, key in others:
+                part._parameters[key] = first._parameters[name]
+
     def _wrap(self, module: nn.Module, blocks: Sequence[str], train: TrainConfig) -> nn.Module:
         self._axes = {id(p): self.axes(name, p.shape) for name, p in self.parameters().items()}
         for p in self.parameters().values():

@@ -86,6 +86,14 @@ def inject(model: nn.Module, lora: LoraConfig, components: Components, head: nn.
         target_modules="|".join(re.escape(name) for name in names),
     )  # fmt: skip
     peft.inject_adapter_in_model(config, model, ADAPTER)
+    # only now, or peft would train copies: the adapter's folder carries these modules, and tied ones under
+    # each of their names
+    whole = {id(p) for name in kept for p in model.get_submodule(name).parameters()}
+    own = {name: map(id, part.parameters(recurse=False)) for name, part in model.named_modules()}
+    tied = [name for name, parameters in own.items() if not whole.isdisjoint(parameters)]
+    outer = [name for name in kept if not any(name.startswith(f"{other}.") for other in kept)]
+    outer += [name for name in tied if not any(f"{name}.".startswith(f"{other}.") for other in outer)]
+    model.peft_config[ADAPTER].modules_to_save = outer or None
     for layer in lora_layers(model).values():
         _draw(layer)
     for parameter in (p for name in kept for p in model.get_submodule(name).parameters()):

@@ -19,6 +19,7 @@ from torch import nn
 from mmkit.config import ClipConfig, ConfigError, RunConfig
 from mmkit.data.recipe import sources_of
 from mmkit.folder_lock import FolderLock
+from mmkit.models.vocabulary import row_tables
 from mmkit.sharding.backend import Backend, create
 from mmkit.training.agreement import by_each, by_main
 from mmkit.training.checkpoint import Checkpoints
@@ -94,7 +95,10 @@ def assemble(run: RunConfig) -> TrainState:
     digests = start_digests(model, stored, backend)
     frozen = frozen_record(model, stored, digests, parts.COMPONENTS)
     trained = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    # what an export compares holds the rows of added tokens in their tables
+    grown = {f"{path}.weight": f"{path}.base_layer.weight" for path in row_tables(model)}
     started_with = {name: digests[name] for name in trained}
+    started_with |= {table: digests[name] for table, name in grown.items() if name in digests}
     objective = make_objective(model, run, backend)
     factory = optimizer_factory(model, parts.COMPONENTS, run.train.optimizer)
     if run.data.cache_features:
@@ -135,6 +139,8 @@ def check(run: RunConfig) -> None:
     lora = run.train.lora
     if lora and (both := sorted(set(lora.components) & set(run.train.trainable))):
         raise ConfigError(f"component {both[0]!r} is in train.trainable and in train.lora.components: train it whole or by adapters")
+    if run.train.new_tokens == "rows" and run.model.kind != "vlm":
+        raise ConfigError("train.new_tokens 'rows' is for models of kind vlm; a clip model's vocabulary never grows")
     if run.train.bits != 16 and (lora is None or "language" in run.train.trainable):
         raise ConfigError(f"train.bits {run.train.bits} freezes the language model: set train.lora, take language out of train.trainable")
     check_exportable(run)

@@ -14,6 +14,7 @@ from torch import Tensor
 from mmkit.errors import InputError
 from mmkit.models.exports import PROVENANCE, provenance
 from mmkit.models.hollow import base_name, digest_of
+from mmkit.models.vocabulary import folded, row_tables
 from mmkit.storage import Store
 from mmkit.training.agreement import by_main
 from mmkit.training.assemble import TrainState
@@ -67,10 +68,7 @@ def holds_trained(state: TrainState, store: Store) -> bool:
         recorded = facts.get("trained", {}) if facts.get("step") == state.step else {}
     if not backend.broadcast(bool(recorded)):
         return False
-    now = {}
-    for name, tensor in state.backend.full_parameters(owner=lambda index: 0):
-        if tensor is not None and name in state.trained:
-            now[name] = digest_of(tensor)
+    now = {trained: digest_of(tensor) for _, tensor, trained in own_tensors(state) if trained}
     same = recorded == now and (store.remote or not other_in_files(Path(store.path("export")), now))
     return backend.broadcast(same if backend.is_main else None)
 
@@ -80,12 +78,21 @@ def whole_tensors(state: TrainState, trained: dict[str, str]) -> Iterator[tuple[
 
     ``trained`` gets the hash of each trained tensor as it passes.
     """
-    for name, tensor in state.backend.full_parameters(owner=lambda index: 0):
-        if tensor is not None:
-            if name in state.trained:
-                trained[name] = digest_of(tensor)
-            source = state.stored.get(base_name(name)) if tensor.dtype in (torch.uint8, torch.int8) else None
-            yield name, source.checked() if source else tensor
+    for name, tensor, under in own_tensors(state):
+        if under:
+            trained[under] = digest_of(tensor)
+        source = state.stored.get(base_name(name)) if tensor.dtype in (torch.uint8, torch.int8) else None
+        yield name, source.checked() if source else tensor
+
+
+def own_tensors(state: TrainState) -> Iterator[tuple[str, Tensor, str]]:
+    """(name, whole tensor on the CPU, name in an export if it was trained, else "") of the model, for the
+    main process; rows of added tokens stand in their tables, which count as trained."""
+    whole = state.backend.full_parameters(owner=lambda index: 0)
+    stream = ((name, tensor) for name, tensor in whole if tensor is not None)
+    tables = {f"{path}.base_layer.weight": f"{path}.weight" for path in row_tables(state.model)}
+    for name, tensor in folded(state.model, stream):
+        yield name, tensor, tables.get(name, name if name in state.trained else "")
 
 
 def check_written(folder: Path, trained: dict[str, str], state: TrainState) -> None:

@@ -7,7 +7,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from mmkit.config import ConfigError
+from mmkit.models.vocabulary import ROWS, row_tables
 from mmkit.errors import InputError
 from mmkit.training.optim import Components, compiled, component_of
 
@@ -30,19 +33,26 @@ def check_allowed(allowed: Iterable[str], trained: Iterable[str]) -> None:
 def check_reached(state: Any, reached: Mapping[str, bool]) -> list[dict[str, Any]] | None:
     """The table of `report` for this run; ValueError where a tensor got no gradient and ``train.allow_no_grad`` does not name it.
 
-    A component whose input the step did not have (no picture, no region) is excused, and None asks for another look at the next step, up
-    to `PATIENCE` steps. All processes.
+    A component whose input the step did not have (no picture, no region, no added token) is excused, and None
+    asks for another look at the next step, up to `PATIENCE` steps. All processes.
     """
     inputs = {name: state.backend.any_device(_has(state.window, name)) for name in dict.fromkeys(NEEDS.values())}
     absent = {component for component, name in NEEDS.items() if name in state.window[0].tensors and not inputs[name]}
-    excused = {name: had for name, had in reached.items() if had or component_of(name, state.components) not in absent}
+    idle = {name for name in reached if component_of(name, state.components) in absent}
+    for path, table in row_tables(state.model).items():  # an embedding's rows wait for their tokens
+        words, ids = [batch.tensors["input_ids"].cpu() for batch in state.window], table.ids.cpu()
+        if not state.backend.any_device(any(bool(torch.isin(each, ids).any()) for each in words)):
+            idle.add(f"{path}.{ROWS}")
+            absent.add("rows of added tokens")
+    excused = {name: had for name, had in reached.items() if had or name not in idle}
     check(excused, state.run.train.allow_no_grad)
     if len(excused) == len(reached):
         return report(reached, state.components)
     if state.step < PATIENCE:
         state.backend.reached = None
         return None
-    log.warning("no step so far had what %s works on, so whether it trains is not known", " and ".join(sorted(absent)))
+    missing = " and ".join(sorted(absent))
+    log.warning("no step so far had the input of %s, so whether it trains is not known", missing)
     return report(reached, state.components)
 
 

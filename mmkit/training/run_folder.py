@@ -19,6 +19,7 @@ import numpy as np
 
 from mmkit.config import ConfigError, OptimizerConfig, Precision, RunConfig, asked, to_yaml
 from mmkit.folder_lock import FolderLock
+from mmkit.models.vocabulary import row_tables
 from mmkit.storage import Store
 from mmkit.training.agreement import by_main
 from mmkit.training.assemble import TrainState, seed_everything
@@ -68,6 +69,7 @@ def save_checkpoint(state: TrainState, metrics: dict[str, float] | None = None) 
         "backend": state.backend.extra_state(), "backend_kind": state.backend.name, "precisions": state.precisions,
         "asked_precision": asked(state.asked).train.precision,
         "history": state.history, "global_batch": state.run.train.global_batch, "adapters": adapter_record(state.run),
+        "added_tokens": added_ids(state),
         "random": state.backend.all_objects(random_state(state)), "settings": state.asked.model_dump(mode="json"),
         "started": started_with(state), "job": os.environ.get("SLURM_JOB_ID"),
     }  # fmt: skip
@@ -113,6 +115,9 @@ def restore(state: TrainState, path: str, keep_data_position: dict | None = None
     saved = open_verified(path, state.backend)
     values = saved.state
     check_adapters(path, values, state.run)
+    if values.get("added_tokens", now := added_ids(state)) != now:
+        what = "trained the rows of other added tokens than this run adds"
+        raise ConfigError(f"{path} {what}; use the same tokenizer, or resume=never")
     check_start(path, values, state)
     saved.require(state.trained)
     saved.require_frozen(state.frozen)
@@ -147,6 +152,11 @@ def check_adapters(path: str, values: dict, run: RunConfig) -> None:
     if both[0] != both[1]:
         what, old, new = first_difference("train", *both)
         raise ConfigError(f"{path} was trained with {what} = {short(old)}, this run has {short(new)}; use the same, or resume=never")
+
+
+def added_ids(state: TrainState) -> list[int]:
+    """Ids of the added tokens whose rows train alone: rows of other tokens would fit the same tensors."""
+    return next((table.ids.tolist() for table in row_tables(state.model).values()), [])
 
 
 def check_start(path: str, values: dict, state: TrainState) -> None:

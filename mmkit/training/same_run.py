@@ -37,7 +37,8 @@ CLASSES = {
     "train.tensorboard": FREE,
     "start_from": PLACE, "data.mixture_root": PLACE,
     "train.steps": TOLD, "train.epochs": TOLD, "train.precision": TOLD,
-    "model": FIXED, "train.trainable": FIXED, "train.bits": FIXED, "train.optimizer.kind": FIXED,
+    "model": FIXED, "train.trainable": FIXED, "train.new_tokens": FIXED, "train.bits": FIXED,
+    "train.optimizer.kind": FIXED,
     "train.lora": FIXED, "train.lora.dropout": NAMED,
 }  # fmt: skip
 WATCHED = ("train.eval_every", "train.eval_unit", "train.checkpoint.best_metric", "train.checkpoint.best_mode", "data.validation")

@@ -20,6 +20,7 @@ from mmkit.config import ConfigError, RunConfig, TrainConfig
 from mmkit.errors import InputError
 from mmkit.models.exports import finished_export, how_to_train
 from mmkit.models.hollow import Stored, base_name, digest_of
+from mmkit.models.vocabulary import added_tokens, row_tables, tables_of, train_rows_alone
 from mmkit.sharding.backend import COMPUTE_DTYPE, Backend
 from mmkit.storage import Store
 from mmkit.training import adapters
@@ -118,10 +119,16 @@ def check_scope(model: nn.Module, train: TrainConfig, components) -> list[dict]:
     if absent := [component for component in train.trainable if component not in present]:
         raise ConfigError(f"train.trainable names {', '.join(absent)}, which this model lacks; its components are {', '.join(present)}")
     trained, layers = set(train.trainable), []
+    tables = tables_of(model) if train.new_tokens == "rows" else {}
+    trained |= {component_of(f"{name}.weight", components) for name in tables}
     if train.lora:
         layers = adapters.targets_of(model, train.lora, components, getattr(model, "head", None))
         whole = adapters.modules_to_save(model, train.lora.modules_to_save, layers)
         trained |= {component_of(f"{name}.weight", components) for name in (*layers, *whole)}
+        for name in tables:
+            if any(f"{name}.".startswith(f"{other}.") for other in whole):
+                told = "train.new_tokens 'rows' only its added rows: take one of them"
+                raise ConfigError(f"lora.modules_to_save trains {name} whole, {told}")
     if not trained:
         raise ConfigError(f"train.trainable [] trains nothing in this model; its components are {', '.join(present)}")
     if idle := sorted(set(train.optimizer.lr_of) - trained):
@@ -150,6 +157,16 @@ def prepare_model(model: nn.Module, run: RunConfig, components, stored: Mapping[
             parameter.data = parameter.data.float()
     if hasattr(model, "lock"):
         model.lock()
+    if run.model.kind == "vlm":
+        ids, tables["added_tokens"] = added_rows(model, run)
+        alone = train.new_tokens == "rows"
+        vocabulary = tables_of(model)
+        by_rows = [name for name, table in vocabulary.items() if alone or not table.weight.requires_grad]
+        if alone:
+            train_rows_alone(model, ids, reader(stored))
+        # so that the adapter's folder carries them; a table that trains whole is in it as a module
+        if train.lora and ids and by_rows:
+            model.peft_config[adapters.ADAPTER].trainable_token_indices = dict.fromkeys(by_rows, ids)
     if run.model.kind == "vlm" and train.bits == 16 and COMPUTE_DTYPE[train.precision]:
         keep_half(model.language, stored)
     tables["components"] = component_table(model, components)
@@ -160,6 +177,43 @@ def prepare_model(model: nn.Module, run: RunConfig, components, stored: Mapping[
         raise ConfigError("data.cache_features keeps what frozen encoders give, but lora.modules_to_save names modules of encoders")
     check_allowed(train.allow_no_grad, (name for name, p in model.named_parameters() if p.requires_grad))
     return tables
+
+
+def added_rows(model: nn.Module, run: RunConfig) -> tuple[list[int], list[dict]]:
+    """Ids of the tokens that the run adds to the vocabulary, and for people one row a table: whether their
+    rows train, where they are kept.
+
+    ConfigError where rows are to train alone and there are none, or which are new is not known. ``model`` may
+    be on the meta device.
+    """
+    train, language = run.train, run.model.language
+    alone = train.new_tokens == "rows"
+    try:
+        ids = added_tokens(run.model)
+    except (OSError, ValueError) as error:
+        if alone:
+            raise ConfigError(f"train.new_tokens 'rows': which rows are new is not known: {error}") from error
+        # an export stands for itself, and its source may be gone
+        log.info("whether tokens are added is not known: %s", error)
+        return [], []
+    if not ids:
+        if alone:
+            raise ConfigError(
+                f"train.new_tokens 'rows', but no token is added to the {language.architecture['vocab_size']} of "
+                f"{language.source!r}: raise model.language.architecture.vocab_size and name a "
+                "model.language.tokenizer that has the new tokens, or take 'all'"
+            )
+        return [], []
+    tables = tables_of(model)
+    kept = adapters.modules_to_save(model, train.lora.modules_to_save, ()) if train.lora else []
+    whole = {id(p) for name in kept for p in model.get_submodule(name).parameters()}
+    trained = "language" in train.trainable or any(id(table.weight) in whole for table in tables.values())
+    trains = "these rows alone" if alone else "the whole table" if trained else "nothing; new_tokens=rows would"
+    places = "export/model*.safetensors" + (" and export/adapter" if train.lora else "")
+    in_a_row = len(ids) > 1 and ids[-1] - ids[0] == len(ids) - 1
+    shown = f"{ids[0]}-{ids[-1]}" if in_a_row else ", ".join(map(str, ids))
+    row = {"added rows": len(ids), "ids": shown, "trains": trains, "kept in": places}
+    return ids, [{"table": name} | row for name in tables]
 
 
 def started_with(state: TrainState) -> dict[str, str]:
@@ -209,6 +263,8 @@ def start_digests(model: nn.Module, stored: Mapping[str, Stored], backend: Backe
     """
     parameters, buffers, kept = dict(model.named_parameters()), dict(model.named_buffers()), model.state_dict()
     trained = {name for name, tensor in parameters.items() if tensor.requires_grad}
+    # an export has the rows of added tokens in their tables
+    trained |= {f"{path}.base_layer.weight" for path in row_tables(model)} & parameters.keys()
     moving = trained_buffers(model)
     everything = parameters | {name: buffer for name, buffer in buffers.items() if name in kept and name not in moving}
     codes = (torch.uint8, torch.int8)  # quantised on another device they may be others; what they were made of counts

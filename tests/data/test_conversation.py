@@ -1,5 +1,6 @@
 """Prompts, trained spans and labels: golden strings, and every kind of tokenizer (user reports U01, U06)."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -206,6 +207,25 @@ def test_own_chat_template_is_supervised_up_to_the_end_of_turn():
     tokenizer.chat_template = None
     with pytest.raises(BadRecord, match="needs a chat template"):
         formatter.encode(CHAT)
+
+
+REFUSING = [
+    ("{{ raise_exception('System role not supported') }}", "refuses this conversation: System role not supported; put the system text into"),
+    ("{{ messages[0].content + 3 }}", "refuses this conversation: .*str.*; put the system text into the first question"),
+    ("{{ messages[0].name.first }}", "refuses this conversation: .*has no attribute 'name'"),
+    ("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", "leaves out text of the system turn 1: 'Be brief.'"),
+    ("{% for m in messages %}{{ m.content[:12] }}{% endfor %}", "leaves out text of the user turn 2"),
+]
+
+
+@pytest.mark.parametrize(("template", "words"), REFUSING)
+def test_a_conversation_that_the_tokenizers_template_refuses_or_cuts_is_a_bad_record_in_its_words(template, words):
+    tokenizer = byte_bpe(False)
+    tokenizer.chat_template = template
+    example = replace(CHAT, turns=(Turn("system", "Be brief."), *CHAT.turns))
+    for read in (Formatter(tokenizer, "tokenizer").encode, Formatter(tokenizer, "tokenizer").prompt):
+        with pytest.raises(BadRecord, match=words):
+            read(example)
 
 
 def test_system_turn_replaces_the_default_text():

@@ -440,13 +440,22 @@ def test_grit_is_read_in_any_format_and_its_answers_boxes_are_checked(pictures, 
     with_system = grit | {"system": "s", "history": None}
     assert told(one(with_system, pictures)).endswith("There: [250, 250, 500, 500]")
     for change, reason in (
-        ({"image_w": 640, "image_h": 480}, "picture size"),
+        ({"image_w": 48, "image_h": 64}, "picture size"),  # it was turned
         ({"box_x1y1x2y2": [[], [[-9, -9, 0, 0]]]}, "box"),
     ):
         (tmp_path / "grit.json").write_text(json.dumps([grit | change]))
         for format in ("llava", "grit"):
             report = check_file(str(tmp_path / "grit.json"), pictures, format)
             assert report.faults == {reason: 1} and report.would_fail
+
+
+def test_boxes_of_a_picture_that_was_scaled_keep_their_place(pictures, tmp_path):
+    record = {"image": "0.jpg", "image_w": 637, "image_h": 481, "box_x1y1x2y2": [[], [[160, 120, 318, 241]]]}
+    record |= {"conversations": [CHAT[0], {"from": "gpt", "value": "There: <bbox_location0>"}]}
+    assert told(one(record, pictures)).endswith("There: [251, 249, 499, 501]")
+    (tmp_path / "grit.json").write_text(json.dumps([record]))
+    report = check_file(str(tmp_path / "grit.json"), pictures, "grit")
+    assert not report.faults and not report.would_fail
 
 
 # ---------------------------------------------------------------- files that hold no records

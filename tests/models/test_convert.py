@@ -301,6 +301,65 @@ def test_a_lora_folder_is_merged_as_peft_does(release, tmp_path, kind):
         published.load(lora)
 
 
+def test_rows_of_tokens_and_whole_modules_of_an_adapter_are_merged_as_peft_does(release, tmp_path):
+    import peft
+
+    model, folder = release("llava")
+    base = language_of(model, tmp_path / "base")
+    settings = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=["norm"], init_lora_weights="gaussian",
+        trainable_token_indices={"embed_tokens": [3, 299], "lm_head": [299]},
+    )  # fmt: skip
+    wrapped = peft.get_peft_model(build(twins.llava()).language, settings)
+    for name, parameter in wrapped.named_parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    wrapped.save_pretrained(lora := tmp_path / "lora")
+    shutil.copy(folder / "config.json", lora)
+    others = {name: t for name, t in load_file(folder / "model.safetensors").items() if "mm_projector" in name}
+    torch.save(others, lora / "non_lora_trainables.bin")
+    target = build(twins.llava()).language
+    target.load_state_dict(model.language.state_dict())
+    expected = peft.PeftModel.from_pretrained(target, lora).merge_and_unload().state_dict()
+    again, _ = published.load(lora, base=base)
+    for name, tensor in again.language.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"has rows for tokens up to 299, the base .* has 299: grow its vocabulary first"):
+        published.load(lora, base=language_of(model, tmp_path / "short", rows=299))
+
+
+CHANGE_THE_BASE = ["pissa", "pissa_niter_4", "olora", "OLoRA", "corda", "loftq", "lora_ga", "of next year"]
+
+
+@pytest.mark.parametrize("start", CHANGE_THE_BASE)
+def test_an_adapter_that_changed_its_base_is_refused_with_what_to_do(tmp_path, start):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": 8, "init_lora_weights": start}))
+    with pytest.raises(ValueError, match="init_lora_weights = .*changes the base weights before training.*merge it with peft") as error:
+        llava.adapter_config(tmp_path)
+    assert ("path_initial_model_for_weight_conversion" in str(error.value)) == (start not in ("loftq", "of next year"))
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian", "eva", "orthogonal"])
+def test_other_first_values_of_an_adapter_are_merged(tmp_path, start):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": 8, "init_lora_weights": start}))
+    assert llava.adapter_config(tmp_path)["init_lora_weights"] == start
+
+
+def test_every_setting_of_pefts_adapters_is_known_to_the_merge_or_refused(tmp_path):
+    """What a plain adapter's config has is neutral; what changes its layers is refused by name."""
+    import peft
+
+    plain = peft.LoraConfig(r=4, target_modules=["q"], lora_dropout=0.1).to_dict() | {"target_modules": ["q"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(plain, default=str))
+    llava.adapter_config(tmp_path)
+    changing = {"lora_bias": True, "use_qalora": True, "layer_replication": [[0, 2]], "alora_invocation_tokens": [5], "bias": "all"}
+    changing |= {"target_parameters": ["experts.w"], "of_next_year": 1}
+    for name, value in changing.items():
+        (tmp_path / "adapter_config.json").write_text(json.dumps(plain | {name: value}, default=str))
+        with pytest.raises(ValueError, match=f"has {name} = .*, which cannot be merged here; merge it with peft first"):
+            llava.adapter_config(tmp_path)
+
+
 def test_adapters_that_cannot_be_merged_are_refused(tmp_path):
     def adapter(**parts):
         return {f"x.lora_{name}.weight": part for name, part in parts.items()}

@@ -402,6 +402,27 @@ def test_answers_are_the_same_with_a_two_dimensional_mask_or_none(side):
     assert generate(model, bare | {"attention_mask": mask}, 4) == want
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pad", [None, -1, 2])
+def test_without_a_pad_token_several_prompts_need_a_mask_and_one_does_not(side, pad):
+    """Of padding by token 0, which is none of the model's own; 2 begins its texts too."""
+    model = model_of()
+    batch = batch_of(model.config, *ROWS[:3], side=side)
+    want = generate(model, batch, 4)
+    model.language.config.pad_token_id = pad
+    bare = {name: t for name, t in batch.items() if name not in ("segments", "positions")}
+    bare["input_ids"] = torch.where(batch["segments"] > 0, batch["input_ids"], pad if pad == 2 else 0)
+    bare["input_ids"] = torch.where(batch["input_ids"] == -200, -200, bare["input_ids"])  # slots of a border are hidden, and no padding
+    refused = "begins with token 2, which is .* padding and its beginning" if pad == 2 else f"3 prompts have no mask, .*pad_token_id is {pad}"
+    if pad != 2 or side == "left":
+        with pytest.raises(ValueError, match=refused):
+            generate(model, bare, 4)
+    mask = ((batch["segments"] > 0) | (batch["input_ids"] == -200)).long()
+    assert generate(model, bare | {"attention_mask": mask}, 4) == want
+    alone = {name: t for name, t in batch_of(model.config, ROWS[2]).items() if name not in ("segments", "positions")}
+    assert generate(model, alone, 4)[0] == want[2]
+
+
 @pytest.mark.parametrize("cache", [Here, FixedShapes])
 def test_a_row_stops_at_a_stop_token_and_others_go_on(cache):
     model = model_of()

@@ -57,6 +57,15 @@ def test_a_default_must_be_a_literal():
         ("int", "12", 12),
         ("dict[int, str]", {"1": "a"}, {1: "a"}),
         ("str", "007", "007"),
+        ("float", "-1e-5", -1e-5),
+        ("float", "-inf", float("-inf")),
+        ("int | None", "None", None),
+        ("'int | None'", "-3", -3),
+        ("Optional[int]", " null ", None),
+        ("str | None", "None", None),
+        ("Literal['a', 'b']", "b", "b"),
+        ("dict", "{1: 'a', 'b': 2}", {1: "a", "b": 2}),
+        ("dict", '{"a": null, "b": [true]}', {"a": None, "b": [True]}),
     ],
 )
 def test_values_become_the_declared_type(kind, value, want):
@@ -74,11 +83,18 @@ def test_values_become_the_declared_type(kind, value, want):
         ("list[int]", "{1, x}"),
         ("float", None),
         ("dict[int, str]", {"None": "a"}),
+        ("int", "None"),
+        ("Literal['a', 'b']", "c"),
     ],
 )
 def test_values_that_do_not_fit_are_refused_by_name(kind, value):
     with pytest.raises(ConfigError, match=r"x = .*from -p.* is not of type"):
         convert(Parameter("x", kind, None, ""), value, "-p")
+
+
+def test_a_type_that_is_not_known_is_named_with_those_that_are():
+    with pytest.raises(ConfigError, match="parameter 'x' is of type ndarray: .*; types are made of bool, int, .*Optional"):
+        convert(Parameter("x", "ndarray", None, ""), "1", "-p")
 
 
 def test_begin_gives_the_run_and_converts_the_namespace():

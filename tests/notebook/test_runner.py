@@ -11,7 +11,22 @@ import psutil
 import pytest
 
 from mmkit.config import ConfigError
-from mmkit.notebook.runner import KERNEL_DIED, NOTEBOOK_ERROR, OK, USER_ERROR, kernel_of, run_notebook
+from mmkit.notebook.runner import KERNEL_DIED, NOTEBOOK_ERROR, OK, USER_ERROR, inject, kernel_of, run_notebook
+
+
+VALUES = {"a": -1e-5, "b": "--flag", "c": None, "d": {1: "x", "y": [2, (3,)]}, "e": [float("-inf"), 0.1], "f": 'quo"te\n\\', "g": ()}
+
+
+def test_the_injected_cell_gives_each_value_as_it_is_behind_the_parameters_and_once(tmp_path, write):
+    book = nbformat.read(write(tmp_path, "print(1)", parameters='s: str = "a=b"'), as_version=4)
+    for values in ({"s": "first"}, VALUES):
+        inject(book, values)
+    assert [cell.metadata.get("tags", []) for cell in book.cells] == [["parameters"], ["injected-parameters"], []]
+    namespace: dict = {}
+    exec(book.cells[1].source, namespace)
+    assert {name: namespace[name] for name in VALUES} == VALUES and "s" not in namespace
+    inject(book, {})
+    assert len(book.cells) == 3
 
 
 def test_a_good_notebook_ends_with_0_and_carries_no_trace_of_the_end_mark(tmp_path, write, monkeypatch):

@@ -91,15 +91,16 @@ def settings(**changes) -> TrainConfig:
     return TrainConfig(optimizer=optimizer, **{"precision": "fp32", "global_batch": 2 * ROWS, "device_batch": ROWS} | changes)
 
 
-def vlm_case(backend, device: str = "cpu", **changes) -> Case:
+def vlm_case(backend, device: str = "cpu", tied: bool = False, **changes) -> Case:
     """Everything but the encoders is trained."""
     from mmkit.models.language import load_language
     from mmkit.models.vlm import COMPONENTS, SHARDING, VisionLanguageModel
     from mmkit.training.loss import LanguageObjective
 
     torch.manual_seed(0)
+    config = VLM.language.model_copy(update={"architecture": VLM.language.architecture | {"tie_word_embeddings": tied}})
     with torch.device(device):
-        model = VisionLanguageModel(VLM, load_language(VLM.language, device), [Patches(4, 12), Patches(2, 8)])
+        model = VisionLanguageModel(VLM, load_language(config, device), [Patches(4, 12), Patches(2, 8)])
     for name, p in model.named_parameters():
         if name.endswith(("query", "queries", "newline")) or "up_proj" in name:
             nn.init.normal_(p, std=0.3)
@@ -107,16 +108,23 @@ def vlm_case(backend, device: str = "cpu", **changes) -> Case:
     return Case(objective, SHARDING, model.blocks, settings(**changes), COMPONENTS)
 
 
+ADDED = [2, 5, VOCABULARY - 1]  # two are targets; three rows divide by no number of processes
+
+
 def lora_case(backend, **changes) -> Case:
-    """A frozen language model under adapters (half of it stored in bf16 where that is the precision), a trained connector."""
+    """A frozen language model under adapters (half of it stored in bf16 where that is the precision), a
+    trained connector; of its tied embedding and head the rows `ADDED` train alone."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    case = vlm_case(backend, **changes)
+    from mmkit.models.vocabulary import train_rows_alone
+
+    case = vlm_case(backend, tied=True, **changes)
     language = case.objective.model.language
     language.requires_grad_(False)
     for layer in language.model.layers if case.train.precision == "bf16" else ():
         layer.mlp.to(torch.bfloat16)
     inject_adapter_in_model(LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False), language)
+    train_rows_alone(case.objective.model, ADDED, lambda name: None)
     return case
 
 

@@ -62,7 +62,8 @@ def test_every_trained_tensor_gets_a_gradient_and_no_frozen_one(results, mode):
         reached = results[f"{case}/{mode}"]["reached"]
         assert reached and all(reached.values()), [name for name, hit in reached.items() if not hit]
         assert not any(name.startswith("encoders") for name in reached)
-    assert all("lora_" in name or not name.startswith("language") for name in results[f"lora/{mode}"]["reached"])
+    own = ("lora_", ".added_rows")
+    assert all(any(mark in name for mark in own) for name in results[f"lora/{mode}"]["reached"] if name.startswith("language"))
     assert results[f"lora/{mode}"]["bytes"]["frozen_gradients"] == 0
 
 
@@ -87,6 +88,15 @@ def test_a_static_graph_changes_nothing_under_ddp(results, case, reference):
 @pytest.mark.parametrize("mode", QUANTISED)
 def test_adapters_over_four_bit_weights_train_alike(results, mode):
     close(results[f"qlora/{mode}"]["rows"], results["qlora/single"]["rows"], FIRST)
+
+
+@pytest.mark.parametrize("mode", ("single", *MODES))
+def test_of_tied_tables_the_rows_of_added_tokens_train_alone(results, mode):
+    result, wanted = results[f"lora/{mode}"]["full"], results["lora/single"]["full"]
+    rows, table = (f"language.model.embed_tokens.{name}" for name in ("added_rows", "base_layer.weight"))
+    assert results[f"lora/{mode}"]["reached"][rows] and result[rows][1] == [3, 32]
+    assert result[rows][0] == pytest.approx(wanted[rows][0], abs=2e-2)
+    assert result[table] == wanted[table] and not any("lm_head" in name for name in result), "one frozen table, to the bit"
 
 
 @pytest.mark.parametrize("mode", FROM_META)

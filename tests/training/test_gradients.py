@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mmkit.models.vocabulary import AddedRows
 from mmkit.training.gradients import PATIENCE, check, check_reached, report
 
 REACHED = {
@@ -42,7 +43,8 @@ def state_at(step, pictures, regions):
     train = SimpleNamespace(allow_no_grad=())
     components = ((r"connector\.", "connector"), (r"regions\.", "regions"))
     window = [SimpleNamespace(tensors=tensors)]
-    return SimpleNamespace(step=step, backend=backend, window=window, components=components, run=SimpleNamespace(train=train))
+    facts = {"step": step, "backend": backend, "window": window, "components": components, "model": torch.nn.Module()}
+    return SimpleNamespace(**facts, run=SimpleNamespace(train=train))
 
 
 def test_a_component_is_excused_while_no_step_had_its_input_and_looked_at_again():
@@ -56,6 +58,17 @@ def test_a_component_is_excused_while_no_step_had_its_input_and_looked_at_again(
     assert check_reached(state_at(1, False, False), {"connector.weight": False, "regions.weight": False}) is None
 
 
+def test_an_embeddings_added_rows_wait_for_their_tokens():
+    state, reached = state_at(1, True, True), {"connector.weight": True, "connector.added_rows": False}
+    table = torch.nn.Embedding(9, 2)
+    state.model.connector = AddedRows(table, [7, 8], torch.nn.Parameter(table.weight[7:].detach().clone()))
+    state.window[0].tensors["input_ids"] = torch.tensor([[1, 2, -200]])
+    assert check_reached(state, reached) is None
+    state.window[0].tensors["input_ids"] = torch.tensor([[1, 8, -200]])
+    with pytest.raises(ValueError, match="no gradient in the first step: connector.added_rows"):
+        check_reached(state, reached)
+
+
 def test_after_patience_the_report_is_given_with_a_warning(caplog):
     rows = check_reached(state_at(PATIENCE, True, False), {"connector.weight": True, "regions.weight": False})
-    assert {"component": "regions", "tensors": 1, "with_gradient": 0, "vouched": 0, "share": 0.0} in rows and "regions works on" in caplog.text
+    assert {"component": "regions", "tensors": 1, "with_gradient": 0, "vouched": 0, "share": 0.0} in rows and "the input of regions" in caplog.text

@@ -76,7 +76,8 @@ def test_every_setting_is_in_one_class_and_a_new_one_is_compared():
     assert {"seed", "train.global_batch", "train.optimizer.lr", "train.optimizer.lr_of", "train.optimizer.weight_decay", "data.sources",
             "train.optimizer.schedule", "train.stability.action", "train.contrastive.kind", "data.pack", "train.lora.dropout"} <= by_class[NAMED]  # fmt: skip
     assert by_class[TOLD] == {"train.steps", "train.epochs", "train.precision"}
-    assert all(name.startswith(("model.", "train.lora.", "train.trainable", "train.bits", "train.optimizer.kind")) for name in by_class[FIXED])
+    fixed = ("model.", "train.lora.", "train.trainable", "train.new_tokens", "train.bits", "train.optimizer.kind")
+    assert all(name.startswith(fixed) for name in by_class[FIXED])
     assert class_of("train.optimizer.a_setting_of_tomorrow") == class_of("data.tomorrow") == NAMED and class_of("train.lora.tomorrow") == FIXED
 
 
