@@ -125,8 +125,8 @@ def check_documents(run: RunConfig) -> list[dict[str, Any]]:
     """Looks at every document that ``run`` asks: complete sets, their fields, and each picture decoded. One
     row a task.
 
-    A pack of the offline data that is not made yet is not made for it. InputError with the faults of all tasks; ConfigError for documents that are not here, which a dry run has
-    as a row.
+    A pack of the offline data that is not made yet is not made for it. InputError with the faults of all
+    tasks; ConfigError for documents that are not here, which a dry run has as a row.
     """
     check_tasks(run)
     if isinstance(run.model, ClipConfig):
