@@ -68,7 +68,8 @@ class FolderLock:
             if other and other.get("id") == self.own["id"]:
                 if settled:
                     break
-                time.sleep(LOOK)  # others may have made or removed it in the same moment: who wrote last has it
+                # others may have made or removed it in the same moment: who wrote last has it
+                time.sleep(LOOK)
                 settled = True
             elif other is not None and self._is_alive(other):
                 if self.clock() >= until:

@@ -1,4 +1,5 @@
-"""Options of the command line that together name a run: a preset and its changes, or a saved config; and where their paths start."""
+"""Options of the command line that together name a run: a preset and its changes, or a saved config; and where
+their paths start."""
 
 from __future__ import annotations
 

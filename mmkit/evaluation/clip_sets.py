@@ -104,20 +104,22 @@ def _classes(text: str) -> list[int]:
     return [int(number) for number in text.replace(",", " ").split()]
 
 
-def look(names: Iterable[str], limit: int | None = None) -> dict[str, Callable[[], dict[str, int]]]:
+def look(names: Iterable[str], limit: int | None = None) -> dict[str, Callable[[], dict[str, Any]]]:
     """What looks at the documents of each demo task and each set of ``names``, before a model is there
     (`check_set`)."""
     from mmkit.evaluation.tasks import pack_documents
     from mmkit.evaluation.tasks.clip_demo import CLIP_TASKS, PACK
 
-    def demo() -> dict[str, int]:
+    def demo() -> dict[str, Any]:
+        if not pack_documents.is_made(PACK):
+            return pack_documents.not_made(PACK)
         everything = pack_documents.everything(PACK)
         asked = everything[:limit]
         if wrong := picture_faults(example.images[0] for example in asked):
             raise InputError(f"pack {PACK}: {listed(wrong, len(asked), 'pictures')}")
         return {"documents": len(everything), "asked": len(asked), "pictures": len(asked)}
 
-    found: dict[str, Callable[[], dict[str, int]]] = {}
+    found: dict[str, Callable[[], dict[str, Any]]] = {}
     for name in names:
         if name in CLIP_TASKS:
             found[name] = demo

@@ -18,6 +18,7 @@ from mmkit.evaluation.documents import listed, picture_faults
 from mmkit.evaluation.published import published_score
 from mmkit.evaluation.runner import Progress, Result, compared, evaluate, read_results, write_results
 from mmkit.evaluation.task import Task, find
+from mmkit.evaluation.tasks.pack_documents import is_made, not_made
 from mmkit.evaluation.zero_shot import Share
 from mmkit.models.exports import check_parent, finished_export, how_to_train
 from mmkit.sharding.backend import COMPUTE_DTYPE, Backend, create
@@ -124,8 +125,8 @@ def check_documents(run: RunConfig) -> list[dict[str, Any]]:
     """Looks at every document that ``run`` asks: complete sets, their fields, and each picture decoded. One
     row a task.
 
-    InputError with the faults of all tasks; ConfigError for documents that are not here, which a dry run has
-    as a row.
+    A pack of the offline data that is not made yet is not made for it. InputError with the faults of all
+    tasks; ConfigError for documents that are not here, which a dry run has as a row.
     """
     check_tasks(run)
     if isinstance(run.model, ClipConfig):
@@ -140,12 +141,12 @@ def check_documents(run: RunConfig) -> list[dict[str, Any]]:
     rows, faults = [], []
     for name, look_at in looks.items():
         try:
-            rows.append({"task": name} | look_at() | {"state": "ok"})
+            rows.append({"task": name} | {"state": "ok"} | look_at())
         except ConfigError as error:
             if not run.dry_run:
                 raise
             nothing = {"documents": 0, "asked": 0, "pictures": 0}
-            rows.append({"task": name} | nothing | {"state": f"not here: {error}"})
+            rows.append({"task": name, "state": f"not here: {error}"} | nothing)
         except InputError as error:
             faults.append(str(error))
     if faults:
@@ -153,10 +154,12 @@ def check_documents(run: RunConfig) -> list[dict[str, Any]]:
     return rows
 
 
-def _look(task: Task, limit: int | None) -> dict[str, int]:
+def _look(task: Task, limit: int | None) -> dict[str, Any]:
     """How many documents a task has, how many of them are asked and about how many pictures; InputError where
     one cannot be used."""
     task.available()
+    if task.pack and not is_made(task.pack):
+        return not_made(task.pack)
     everything = task.checked_documents()
     asked = everything if limit is None else task.checked_documents(limit)
     pictures = {ref.identity: ref for example in asked for ref in task.visuals(example)}

@@ -84,6 +84,7 @@ class Task:
     groups: tuple[str, ...] = ()
     prior: Callable[[], Sequence[tuple[str, str]]] | None = None
     shuffled_control: bool = True
+    pack: str = ""  # the offline pack that the documents come from, which is made when it is first opened
     # for each document what names those it counts together with
     together: Callable[[Sequence[Example]], Sequence[Hashable]] | None = None
     available: Callable[[], None] = lambda: (

@@ -125,8 +125,8 @@ def evaluate(
         for (i, counts), (key, _, target), scores in zip(numbers, chosen, logits, strict=True):
             # of a set in a bucket the classes are first read here
             if not all(0 <= c < len(task.names) for c in (target if isinstance(target, list) else [target])):
-                what = f"{key} has class {target}, but there are {len(task.names)} names, of the classes from 0"
-                raise InputError(f"task {task.name}: {what}")
+                n_names = len(task.names)
+                raise InputError(f"task {task.name}: {key} has class {target}, but there are {n_names} names")
             if counts:
                 rows[i] = {"key": key, "target": target} | _row(scores, target, task.multi_label)
     ordered = share.joined(rows, n)

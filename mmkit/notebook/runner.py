@@ -72,6 +72,28 @@ def run_notebook(
     return Outcome(code, executed, time.monotonic() - started, message)
 
 
+def kernel_of(book: Any, name: str) -> str:
+    """The kernel that a notebook runs on: the one it names where that is installed, else this environment's
+    own, said in one line.
+
+    The name is that of an environment on its author's machine (``conda-env-analysis-py``), which says nothing
+    about this one. ConfigError for a notebook of another language.
+    """
+    from jupyter_client.kernelspec import NATIVE_KERNEL_NAME, KernelSpecManager
+
+    spec = book.metadata.get("kernelspec", {})
+    wanted, info = spec.get("name", ""), book.metadata.get("language_info", {})
+    language = spec.get("language") or info.get("name") or "python"
+    if language.lower() not in ("python", "python3", "ipython"):
+        here = "mmkit runs notebooks in Python"
+        raise ConfigError(f"{name} is a notebook in {language} (kernel {wanted!r}); {here}")
+    if wanted in KernelSpecManager().find_kernel_specs():
+        return wanted
+    own = f"it runs on this environment's own ({sys.executable})"
+    log.warning("kernel %r of %s is not installed; %s", wanted, name, own)
+    return NATIVE_KERNEL_NAME
+
+
 def inject(book: Any, values: dict[str, Any]) -> None:
     """Puts the cell that assigns ``values`` behind the parameters cell, as papermill does, in place of one
     that an earlier run left.
@@ -104,28 +126,6 @@ def as_code(value: Any) -> str:
         inside = ", ".join(map(as_code, value))
         return f"[{inside}]" if isinstance(value, list) else f"({inside},)" if value else "()"
     return repr(value)
-
-
-def kernel_of(book: Any, name: str) -> str:
-    """The kernel that a notebook runs on: the one it names where that is installed, else this environment's
-    own, said in one line.
-
-    The name is that of an environment on its author's machine (``conda-env-analysis-py``), which says nothing
-    about this one. ConfigError for a notebook of another language.
-    """
-    from jupyter_client.kernelspec import NATIVE_KERNEL_NAME, KernelSpecManager
-
-    spec = book.metadata.get("kernelspec", {})
-    wanted, info = spec.get("name", ""), book.metadata.get("language_info", {})
-    language = spec.get("language") or info.get("name") or "python"
-    if language.lower() not in ("python", "python3", "ipython"):
-        here = "mmkit runs notebooks in Python"
-        raise ConfigError(f"{name} is a notebook in {language} (kernel {wanted!r}); {here}")
-    if wanted in KernelSpecManager().find_kernel_specs():
-        return wanted
-    own = f"it runs on this environment's own ({sys.executable})"
-    log.warning("kernel %r of %s is not installed; %s", wanted, name, own)
-    return NATIVE_KERNEL_NAME
 
 
 class _Shown:

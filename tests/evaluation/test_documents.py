@@ -373,3 +373,12 @@ def test_two_evaluations_that_end_together_lose_no_result(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match="is in use: .* writes results in it"):
         write_results(tmp_path, results[:1])
     lock.release()
+
+
+def test_a_pack_is_not_made_to_be_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMKIT_CACHE", str(tmp_path))
+    tasks = [name for name in TASKS if TASKS[name].pack]
+    rows = scoring.check_documents(run_of(tmp_path, *tasks))
+    clip = scoring.check_documents(load("clip-tiny", "eval", {"dry_run": True}))
+    assert len(tasks) == 5 and [row["task"] for row in rows] == tasks and not list(tmp_path.iterdir())
+    assert all("by `mmkit data demo" in row["state"] for row in (*rows, *clip)) and len(clip) == 2

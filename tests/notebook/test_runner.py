@@ -11,9 +11,7 @@ import psutil
 import pytest
 
 from mmkit.config import ConfigError
-from mmkit.notebook.runner import (
-    KERNEL_DIED, NOTEBOOK_ERROR, OK, USER_ERROR, inject, kernel_of, run_notebook,
-)  # fmt: skip
+from mmkit.notebook.runner import KERNEL_DIED, NOTEBOOK_ERROR, OK, USER_ERROR, inject, kernel_of, run_notebook
 
 
 VALUES = {"a": -1e-5, "b": "--flag", "c": None, "d": {1: "x", "y": [2, (3,)]}, "e": [float("-inf"), 0.1], "f": 'quo"te\n\\', "g": ()}

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import safetensors.torch
 import torch
 import yaml
 
+from mmkit import folder_lock
 from mmkit.config import ConfigError, RunConfig, changed
 from mmkit.errors import Unusable, writing
 from mmkit.evaluation.scoring import export_of
@@ -318,6 +320,22 @@ def test_a_second_run_of_one_name_at_the_same_time_is_refused(tmp_path):
     assert train(run, on_log=second).reason == "done" and len(told) == 2
     assert [row["step"] for row in lines(run)] == [1, 2, 3, 4] and holds(f"{run.folder}/export", run)
     assert train(run).reason == "already done"  # nobody holds it any more
+
+
+def test_a_training_that_was_taken_over_from_writes_no_more_checkpoints(tmp_path):
+    run = tiny_run(tmp_path, steps=4, checkpoint={"save_every": 2, "keep_last": 9})
+
+    def taken_over(row):
+        if row["step"] == 3:  # the machine slept, and another host went on
+            other = {"id": "other", "pid": 7, "host": "gpu03", "system": "gpu03", "renewed": time.time()}
+            Store(run.folder).write(folder_lock.NAME, json.dumps(other).encode())
+
+    with pytest.raises(ConfigError, match="was taken over by process 7 on gpu03, .* nothing more is written here"):
+        train(run, on_log=taken_over)
+    assert [path.name for path in Path(run.folder, "checkpoints").iterdir()] == ["step-00000002"]
+    assert json.loads(Store(run.folder).read(folder_lock.NAME))["id"] == "other"
+    with pytest.raises(ConfigError, match="is in use: process 7 on gpu03"):
+        train(run)
 
 
 def test_a_requeued_job_that_began_anew_goes_on_and_another_job_begins_anew(tmp_path, monkeypatch):

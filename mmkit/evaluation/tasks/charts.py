@@ -26,6 +26,7 @@ CHARTS = Task(
     version=1,
     n_expected=N,
     documents=functools.partial(pack_documents.by_picture, "charts", N),
+    pack="charts",
     process=process,
     main_metric="exact_match",
     decode=Decode(max_new_tokens=6),

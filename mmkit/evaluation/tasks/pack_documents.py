@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import defaultdict
+from typing import Any
 
 from mmkit.data import demo
 from mmkit.data.example import Example
@@ -29,6 +30,17 @@ def everything(pack: str) -> tuple[Example, ...]:
     """All test questions."""
     source = demo.open_pack(pack, "test")
     return tuple(source[place] for place in range(len(source)))
+
+
+def is_made(pack: str) -> bool:
+    """Whether a pack is in the cache already; else opening it makes it, which takes minutes."""
+    return (demo.pack_folder(pack) / "record.json").is_file()
+
+
+def not_made(pack: str) -> dict[str, Any]:
+    """What is said of the documents of a pack that is not in the cache."""
+    state = f"made when they are first asked, or by `mmkit data demo {pack}`"
+    return {"documents": 0, "asked": 0, "pictures": 0, "state": state}
 
 
 def training(pack: str, split: str = "train") -> list[tuple[str, str]]:

@@ -123,8 +123,8 @@ def order_fault(name: str, found: Sequence[Example]) -> str:
         same = sum(one == other for one, other in zip(asked[::2], asked[1::2], strict=False))
         count = f"only {same} of {len(found) // 2} pairs of lines ask one question"
         rule = (
-            "In mmvp lines 1 and 2, 3 and 4, ... ask one question about two pictures; put them in the order of "
-            "Questions.csv (Index)"
+            "In mmvp lines 1 and 2, 3 and 4, ... ask one question about two pictures; put them in the order "
+            "of Questions.csv (Index)"
         )
         return f"{count}. {rule}" if same * 2 < len(found) // 2 else ""
     return ""

@@ -34,6 +34,7 @@ REFER = Task(
     version=1,
     n_expected=N,
     documents=functools.partial(pack_documents.by_picture, "regions", N, "refer"),
+    pack="regions",
     process=refer,
     main_metric="exact_match",
     decode=Decode(max_new_tokens=10),
@@ -44,6 +45,7 @@ GROUND = Task(
     version=1,
     n_expected=N,
     documents=functools.partial(pack_documents.by_picture, "regions", N, "ground"),
+    pack="regions",
     process=ground,
     main_metric="iou",
     # a box is 20 tokens where digits are tokens of their own; words before it must not cut its bracket off
