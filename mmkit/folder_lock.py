@@ -29,6 +29,7 @@ from mmkit.storage import Store
 
 NAME = ".in-use"
 RENEWED = 60.0  # seconds between renewals
+SETTLED = 1.0  # seconds after which nobody who found the same dead writer still removes its file
 GONE = 300.0  # seconds without one after which a writer that cannot be asked counts as gone: four may fail
 LOOK = 0.5  # seconds between looks at a folder that is waited for
 log = logging.getLogger(__name__)
@@ -68,8 +69,8 @@ class FolderLock:
             if other and other.get("id") == self.own["id"]:
                 if settled:
                     break
-                # others may have made or removed it in the same moment: who wrote last has it
-                time.sleep(LOOK)
+                # others may have made or removed it in the same moment, and a busy machine stretches that: who wrote last has it
+                time.sleep(SETTLED)
                 settled = True
             elif other is not None and self._is_alive(other):
                 if self.clock() >= until:
@@ -131,7 +132,7 @@ class FolderLock:
         for wait in (LOOK, 0.0):
             try:
                 text = self.store.read(NAME)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):  # making it says which
                 return None
             if text:
                 break

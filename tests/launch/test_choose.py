@@ -346,7 +346,7 @@ def test_a_job_s_config_that_does_not_fit_names_changes_of_what_was_asked_for():
 
 
 def test_workers_of_torchrun_choose_for_as_many_devices_as_there_are_workers(monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     run = for_this_machine(load("tiny", "pretrain"))
     assert (run.backend.kind, run.backend.strategy, run.devices, run.train.device_batch) == ("torch", "ddp", 2, 8)
