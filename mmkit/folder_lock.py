@@ -11,6 +11,7 @@ before it writes what cannot be undone.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -29,7 +30,6 @@ from mmkit.storage import Store
 
 NAME = ".in-use"
 RENEWED = 60.0  # seconds between renewals
-SETTLED = 1.0  # seconds after which nobody who found the same dead writer still removes its file
 GONE = 300.0  # seconds without one after which a writer that cannot be asked counts as gone: four may fail
 LOOK = 0.5  # seconds between looks at a folder that is waited for
 log = logging.getLogger(__name__)
@@ -58,29 +58,48 @@ class FolderLock:
             "pid": process.pid, "started": process.create_time(),
             "job": os.environ.get("SLURM_JOB_ID", ""), "since": now, "renewed": now, "id": uuid.uuid4().hex,
         }  # fmt: skip
-        until, settled = now + patience, True
+        until = now + patience
         while True:
             other = self._read()
-            if other is None:
-                self.store.create(NAME, json.dumps(self.own).encode())
-                # whose it is now decides, not whether it was made: a reply may have been lost, and some
-                # object stores overwrite
-                settled, other = settled and not self.store.remote, self._read()
-            if other and other.get("id") == self.own["id"]:
-                if settled:
-                    break
-                # others may have made or removed it in the same moment, and a busy machine stretches that: who wrote last has it
-                time.sleep(SETTLED)
-                settled = True
-            elif other is not None and self._is_alive(other):
-                if self.clock() >= until:
-                    self._refuse(other)
-                time.sleep(LOOK)
-            elif other is not None and self._read() == other:  # no other that found it so has been quicker
-                self.store.delete(NAME)
-                settled = False
-                log.warning("%s: taken over from %s, which is gone", self.store.path(), named(other))
+            other = self._claim(NAME) if other is None else other
+            if other is None:  # made and removed by another in the same moment
+                continue
+            if other.get("id") == self.own["id"] or (not self._is_alive(other) and self._take_over(other)):
+                break
+            if self._is_alive(other) and self.clock() >= until:
+                self._refuse(other)
+            time.sleep(LOOK)
         threading.Thread(target=self._renew_until_end, name="folder lock", daemon=True).start()
+
+    def _claim(self, name: str) -> dict[str, Any] | None:
+        """Makes the file ``name`` where there is none; what it says then decides, not whether it was made: a
+        reply may have been lost, and some object stores overwrite, where who wrote last has it."""
+        self.store.create(name, json.dumps(self.own).encode())
+        if self.store.remote:
+            time.sleep(LOOK)
+        return self._read(name)
+
+    def _take_over(self, gone: dict[str, Any]) -> bool:
+        """Puts our file in the place of ``gone``'s; False where another is at it or has been.
+
+        Two who both found that writer gone must not both do it, nor the slower one remove the quicker one's
+        file: the one that makes the file named by the gone claim goes on. It then looks once more, since that
+        file is removed behind the new claim, after which a late one could make it again.
+        """
+        marks, writer, taken = [], gone, False
+        while not taken:
+            mark = f"{NAME}.{hashlib.sha256(str(writer.get('id', writer)).encode()).hexdigest()[:16]}"
+            writer = self._claim(mark)
+            taken = writer is not None and writer.get("id") == self.own["id"]
+            if writer is None or (not taken and self._is_alive(writer)):
+                return False
+            marks.append(mark)  # who took over may have died on the way, and is then taken over from itself
+        if taken := self._read() == gone:
+            self.store.write(NAME, json.dumps(self.own).encode())
+            log.warning("%s: taken over from %s, which is gone", self.store.path(), named(gone))
+        for mark in marks:
+            self.store.delete(mark)
+        return taken
 
     def release(self) -> None:
         """Gives the folder back, where it is still ours. A store that cannot be reached keeps the file, which
@@ -126,12 +145,12 @@ class FolderLock:
         while not self.lost and not self._end.wait(RENEWED):
             self.renew()
 
-    def _read(self) -> dict[str, Any] | None:
+    def _read(self, name: str = NAME) -> dict[str, Any] | None:
         """What the file says; None where there is none, nothing where it is none of ours or was never
         finished."""
         for wait in (LOOK, 0.0):
             try:
-                text = self.store.read(NAME)
+                text = self.store.read(name)
             except (FileNotFoundError, NotADirectoryError):  # making it says which
                 return None
             if text:

@@ -9,6 +9,7 @@ growing waits. Where a bucket is and who may use it is fsspec's own configuratio
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -17,6 +18,7 @@ import random
 import shutil
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from mmkit.errors import Unusable, UserError, writing
 
 log = logging.getLogger(__name__)
 
+NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)  # of a disk without second names of a file
 ATTEMPTS = 5
 FIRST_WAIT = 0.5  # seconds before the second attempt; doubled each time, with up to half as much at random
 CONNECTION_ERRORS = {
@@ -120,8 +123,8 @@ class Store:
                 Path(part).unlink(missing_ok=True)
 
     def create(self, name: str, data: bytes) -> None:
-        """Writes one small file where there is none, and leaves one that is there; of several who try at once
-        one succeeds (but on stores that cannot promise it, so read it back)."""
+        """Writes one small file, whole, where there is none, and leaves one that is there; of several who try
+        at once one succeeds (but on stores that cannot promise it, so read it back)."""
         place = self._inner(name)
         if self.remote:
             try:
@@ -134,8 +137,19 @@ class Store:
             return
         with writing(self.path(name), "root=FOLDER"):
             Path(place).parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError), open(place, "xb") as file:
-                file.write(data)
+            part = Path(f"{place}.{uuid.uuid4().hex}.part")
+            try:
+                part.write_bytes(data)
+                os.link(part, place)  # a second name appears at once and whole, or not at all
+            except FileExistsError:
+                return
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                with contextlib.suppress(FileExistsError), open(place, "xb") as file:
+                    file.write(data)
+            finally:
+                part.unlink(missing_ok=True)
 
     def delete(self, name: str) -> None:
         """Removes a file, if it is there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -104,6 +105,53 @@ def test_of_many_that_start_at_once_one_writes(tmp_path, monkeypatch, kind, left
         thread.join()
     assert len(won) == 1 and says(store)["id"] == won[0].own["id"]
     won[0].release()
+
+
+def test_of_two_that_find_a_dead_writer_the_slower_leaves_the_quicker_ones_file_alone(store, monkeypatch):
+    clock = Clock()
+    held_by(store, clock)
+    clock.now += GONE
+    quick, slow = (FolderLock(store, "trains in it", clock) for _ in range(2))
+    take_over = slow._take_over
+
+    def late(gone):
+        quick.take()  # after the slow one has judged, before it does anything
+        return take_over(gone)
+
+    monkeypatch.setattr(slow, "_take_over", late)
+    with pytest.raises(ConfigError, match="is in use"):
+        slow.take()
+    quick.check()
+    assert says(store)["id"] == quick.own["id"] and store.files() == [NAME]
+    quick.release()
+
+
+def test_a_takeover_that_died_on_its_way_is_taken_over_from(store, monkeypatch):
+    clock = Clock()
+    held_by(store, clock)
+    clock.now += GONE
+    for _ in range(2):  # the second dies while it takes over from the first
+        dies = FolderLock(store, "trains in it", clock)
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "write", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                dies.take()
+        monkeypatch.setattr(folder_lock, "runs", lambda pid, started: False)
+    lock = FolderLock(store, "trains in it", clock)
+    lock.take()
+    assert says(store)["id"] == lock.own["id"] and store.files() == [NAME]
+    lock.release()
+    assert store.files() == []
+
+
+def test_a_disk_without_hard_links_has_one_writer_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "link", lambda *given: (_ for _ in ()).throw(OSError(errno.EPERM, "no links here")))
+    first, second = (FolderLock(Store(tmp_path), "trains in it") for _ in range(2))
+    first.take()
+    with pytest.raises(ConfigError, match="is in use"):
+        second.take()
+    first.release()
+    assert Store(tmp_path).files() == []
 
 
 def test_a_writer_on_another_host_is_gone_after_five_minutes_without_a_renewal(store, caplog):
